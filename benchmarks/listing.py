@@ -19,12 +19,12 @@ import yaml
 
 import runner
 from runner.api.run_commands import run_command
+from runner.records.compared_runs import read_jobs
 from runner.records.ledger import write_lines
-from runner.records.records import read_jobs
 from runner.records.report.plots import draw
 from runner.records.report.render import as_csv, as_markdown, as_text
 from runner.records.report.statistics import summarize
-from runner.records.result import Result
+from runner.records.run_record import RunRecord
 from runner.sweeps.queues import read_jobs_and_queues
 
 NUM_RUNS = 20_000
@@ -48,7 +48,8 @@ def generate(folder: Path, num_runs: int) -> Path:
             lines.append({"number": number, "label": run.name, "overrides": overrides})
             lines.append({"number": number, "state": "running", "at": 1767225600.0 + number})
             lines.append({"number": number, "state": "finished", "at": 1767225601.0 + number, "metrics": {}})
-        result = Result(
+        record = RunRecord(
+            run,
             state="finished",
             metrics={"train/loss": 0.1, "val/accuracy": accuracy, "val/loss": 1 - accuracy},
             monitor={"name": "val/accuracy", "direction": "max"},
@@ -63,7 +64,7 @@ def generate(folder: Path, num_runs: int) -> Path:
             command=["python", "-m", "runner", *overrides],
             started=f"2026-01-02T00:{number // 60 % 60:02}:{number % 60:02}.000+00:00",
         )
-        (run / "result.json").write_text(json.dumps(asdict(result), indent=1))
+        (run / "result.json").write_text(json.dumps(record.as_result(), indent=1))
         (run / "config.yaml").write_text(text.replace("seed: 0", f"seed: {values[2]}"))
         (run / "overrides.yaml").write_text(yaml.safe_dump(["model=mlp", *overrides[: 2 + number % 2]]))
         logged = [{"step": step, "epoch": step // 23, "val/accuracy": accuracy} for step in range(23, 231, 23)]

@@ -16,7 +16,7 @@ from runner.config.custom_dirs import absolute_dirs, fresh_imports
 from runner.config.schema import Config
 from runner.distributed.environment import RankInfo, find_rank_info, is_run_in_progress
 from runner.errors import InputError, JobFailed, Preempted
-from runner.records.ledger import DONE
+from runner.records.run_record import DONE
 from runner.sweeps.queues import read_jobs_and_queues
 
 EMBEDDED = RankInfo(is_embedded=True)

@@ -12,18 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from runner.errors import InputError, did_you_mean
+from runner.records.finding import CELLS, find_records
 from runner.records.labels import read_labels, write_labels
 from runner.records.ledger import STOPPING, is_sweep, read_ledger, write_state
-from runner.records.listing import Name, find_record, read_row
-from runner.records.records import CELLS, find_records
-from runner.records.result import read_result
+from runner.records.listing import Name, as_json, find_record, read_entry
 from runner.records.run_lock import living_owner, lock_directory
+from runner.records.run_record import find_run
 
 
 def show(run: Name, outputs: Name = "outputs") -> dict[str, Any]:
     """Return what `runs show --json` prints: state, monitor, best and last value, labels, size, and result.json."""
     path = find_record(run, outputs)
-    return read_row(path, Path(outputs).absolute()).as_dict() | {"result": read_result(path) or {}}
+    entry = read_entry(path, Path(outputs).absolute())
+    return as_json(entry) | {"result": find_run(path).as_result()}
 
 
 def tag(run: Name, *words: str, remove: bool = False, outputs: Name = "outputs") -> None:
@@ -58,9 +59,9 @@ def stop(run: Name, outputs: Name = "outputs") -> int | None:
     job = next((job for job in jobs if job.directory == path), None)
     is_due = owner is None and job is not None and job.is_due
     if owner is None and not is_due:
-        row = read_row(path, path.parent)
-        queued = "; cancel its job in the queue" if any(job.state == "queued" for job in row.records) else ""
-        raise InputError(f"{path} is not in progress ({row.state}){queued}")
+        entry = read_entry(path, path.parent)
+        queued = "; cancel its job in the queue" if any(run.state == "queued" for run in entry.runs) else ""
+        raise InputError(f"{path} is not in progress ({entry.state}){queued}")
     if owner and (not owner.is_here or owner.pid is None):
         raise InputError(f"{path} runs on {owner.host}; log in there and type: python -m runner runs stop {path}")
     if owner and not owner.is_owner:
@@ -121,6 +122,6 @@ def check_deletable(path: Path, ignored: int | None = None) -> None:
 
 def forks_of(path: Path, folder: Path) -> list[Path]:
     """Return the runs below `folder` that started from a checkpoint of the run, or of a job of the sweep, in `path`."""
-    results = ((other, read_result(other) or {}) for other, is_sweep in find_records(folder) if not is_sweep)
-    forks = [other for other, result in results if Path(result.get("parent") or "").is_relative_to(path)]
+    runs = [find_run(other) for other, is_sweep in find_records(folder) if not is_sweep]
+    forks = [run.directory for run in runs if Path(run.parent or "").is_relative_to(path)]
     return [fork for fork in forks if not fork.is_relative_to(path)]

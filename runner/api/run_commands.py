@@ -1,7 +1,6 @@
 """The commands `python -m runner runs ...`, which list and manage runs without importing torch."""
 
 import sys
-import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,15 +11,11 @@ from rich import filesize
 from runner.api import manage
 from runner.errors import InputError, did_you_mean, nearest, printable
 from runner.records import listing
-from runner.records.attempts import error_line, read_attempts
-from runner.records.records import find_records
-from runner.records.result import read_result
-from runner.records.run_directory import CHECKPOINTS
+from runner.records.finding import find_records
 from runner.records.run_files import dumps
-from runner.records.tables import format_number, text_table
+from runner.records.tables import text_table
 
 LIMIT = 50
-SHOWN = ("task", "model", "data", "parallel", "world_size", "step", "epoch", "seconds")
 _ABOUT = """\
 RUN is the directory of a run, of a job or of a sweep, `last` for the newest run or sweep, or the beginning of a name
 that only one of them has: 20261120-19, name/20261120-19, sweep-20261120-192348/3
@@ -130,18 +125,18 @@ def _list(args: Namespace) -> None:
     folder, skipped = Path(args.folder), list[str]()
     if not folder.is_dir():
         raise InputError(f"runs list {folder}: no such directory; name one that contains runs, such as outputs")
-    listed = listing.list_rows(folder, args.jobs, skipped)
-    rows = [row for row in listed if args.archived or not row.labels.archived]
-    rows = listing.select(rows, args.where, args.tag, args.state, args.name, skipped)
-    rows.sort(key=listing.ORDERS[args.sort])
+    listed = listing.list_entries(folder, args.jobs, skipped)
+    entries = [entry for entry in listed if args.archived or not entry.labels.archived]
+    entries = listing.select(entries, args.where, args.tag, args.state, args.name, skipped)
+    entries.sort(key=listing.ORDERS[args.sort])
     limit = args.limit if args.limit is not None else 0 if args.json else LIMIT
-    shown = rows[:limit] if limit > 0 else rows
+    shown = entries[:limit] if limit > 0 else entries
     if args.json:
-        print(dumps([row.as_dict() for row in shown], indent=1))
+        print(dumps([listing.as_json(entry) for entry in shown], indent=1))
     elif shown:
         print(text_table(listing.as_cells(shown)))
-    notes = [f"{len(rows) - len(shown)} more; --limit 0 lists all"] if len(shown) < len(rows) else []
-    notes += [] if rows else [f"{folder} contains no {'such ' if listed else ''}run"]
+    notes = [f"{len(entries) - len(shown)} more; --limit 0 lists all"] if len(shown) < len(entries) else []
+    notes += [] if entries else [f"{folder} contains no {'such ' if listed else ''}run"]
     for line in (*notes, *skipped):
         print(printable(line), file=sys.stderr)
 
@@ -151,27 +146,12 @@ def _show(args: Namespace) -> None:
         print(dumps(manage.show(args.run, args.outputs), indent=1))
         return
     path, folder = listing.find_record(args.run, args.outputs), Path(args.outputs).absolute()
-    row, result = listing.read_row(path, folder), read_result(path) or {}
-    facts = {
-        "path": str(path),
-        "state": " ".join(filter(None, [row.state, row.done])),
-        "error": error_line(str(result.get("error") or "")),
-        "command": " ".join(map(str, result.get("command") or [])),
-        **{key: result.get(key) for key in SHOWN},
-        "age": listing.describe_age(time.time() - row.started),
-        "size": filesize.decimal(row.size),
-        "attempts": ", ".join(str(attempt.state) for attempt in read_attempts(path)),
-        "checkpoints": ", ".join(sorted(each.name for each in (path / CHECKPOINTS).glob("step_*"))),
-        "tags": " ".join(row.labels.tags),
-    }
-    if row.monitor:
-        facts |= {row.monitor.name: f"best {format_number(row.best)}, last {format_number(row.last)}"}
-    facts |= {name: format_number(value) for name, value in result.get("metrics", {}).items() if name not in facts}
+    entry = listing.read_entry(path, folder)
+    facts = listing.as_facts(entry)
     width = max(map(len, facts))
-    lines = (f"{key:<{width}}  {value}" for key, value in facts.items() if value not in (None, ""))
-    print("\n".join(map(printable, lines)))
-    if row.is_sweep:
-        print(f"\n{text_table(listing.as_cells(listing.list_rows(path)))}")
+    print("\n".join(printable(f"{name:<{width}}  {text}") for name, text in facts.items()))
+    if entry.is_sweep:
+        print(f"\n{text_table(listing.as_cells(listing.list_entries(path)))}")
 
 
 def _tag(args: Namespace) -> None:
@@ -197,15 +177,15 @@ def _delete(args: Namespace) -> None:
     paths = list(dict.fromkeys(listing.find_record(run, folder) for run in args.runs))
     for path in paths:
         manage.check_deletable(path)
-    rows = [listing.read_row(path, folder) for path in paths]
-    print(text_table(listing.as_cells(rows)), flush=True)
+    entries = [listing.read_entry(path, folder) for path in paths]
+    print(text_table(listing.as_cells(entries)), flush=True)
     for path in paths:
         if forks := manage.forks_of(path, folder):
             listed = ", ".join(str(fork.relative_to(folder)) for fork in forks)
             print(printable(f"runs started from {path.name}, and keep a copy of its checkpoint: {listed}"), flush=True)
     if not args.yes:
-        total = filesize.decimal(sum(row.size for row in rows))
-        what = "this directory" if len(rows) == 1 else f"these {len(rows)} directories"
+        total = filesize.decimal(sum(entry.size for entry in entries))
+        what = "this directory" if len(entries) == 1 else f"these {len(entries)} directories"
         try:
             answer = input(f"delete {what} ({total})? [y/N] ")
         except EOFError:

@@ -10,13 +10,15 @@ import numpy as np
 from runner.checkpoints.layout import BEST, LAST, find_checkpoint
 from runner.config.custom_dirs import fresh_imports
 from runner.errors import InputError, as_input_error, printable
+from runner.records.compared_runs import current_run, varied_keys
 from runner.records.custom_code import read_code
+from runner.records.finding import find_records, newest_training_run
 from runner.records.labels import read_labels
 from runner.records.monitor import Monitor
-from runner.records.records import RunRecord, find_records, newest_training_run, read_run, single_run, varied_keys
-from runner.records.result import current_state, read_result
-from runner.records.run_directory import CHECKPOINTS, CONFIG, OVERRIDES
+from runner.records.run_directory import CHECKPOINTS
 from runner.records.run_files import read_mapping, read_metrics
+from runner.records.run_record import RunRecord, current_state, find_run
+from runner.records.settings import CONFIG, OVERRIDES
 from runner.records.start_time import in_order
 from runner.records.tables import as_number, format_number
 
@@ -35,24 +37,28 @@ class Run:
         self._loaded: tuple[tuple[Path, str], torch.nn.Module] | None = None
 
     def __repr__(self) -> str:
-        monitor, metrics = self.monitor, self.result.get("metrics", {})
-        measured = (
-            f", {monitor.name} {format_number(metrics[monitor.name])}" if monitor and monitor.name in metrics else ""
-        )
+        run = self.record
+        monitor = run.measured_monitor
+        measured = f", {monitor.name} {format_number(run.measured[monitor.name])}" if monitor else ""
         return printable(f"<Run {self.path}: {self.state}{measured}>")
 
     def __fspath__(self) -> str:
         return str(self.path)
 
     @property
+    def record(self) -> RunRecord:
+        """The content of result.json as an object; with the state `not run` if there is no valid one."""
+        return find_run(self.path)
+
+    @property
     def result(self) -> dict[str, Any]:
         """result.json: metrics, steps, speed, weights_sha256, versions, ...; empty before the run has started."""
-        return read_result(self.path) or {}
+        return self.record.as_result()
 
     @property
     def state(self) -> str:
         """running, finished, failed, preempted or pruned; lost if its process was killed while the run was running."""
-        return current_state(self.path, self.result.get("state", "not run"))
+        return current_state(self.path, self.record.state)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -62,7 +68,7 @@ class Run:
     @property
     def monitor(self) -> Monitor | None:
         """The metric by which runs are compared: name and direction (min or max); None if it was not measured."""
-        return read_run(single_run(self.path)).monitor
+        return self.record.measured_monitor
 
     @property
     def tags(self) -> list[str]:
@@ -188,15 +194,15 @@ def table(chosen: Sequence[Run]) -> dict[str, Column]:
 
     A missing value is nan in a column of numbers, and an empty string in other columns.
     """
-    records = [read_run(single_run(run.path)) for run in chosen]
+    records = [current_run(run.path) for run in chosen]
     columns: dict[str, list[Any]] = {
         "path": [str(record.directory) for record in records],
         "state": [record.state for record in records],
     }
     for key in varied_keys(records):
         columns[key] = [_value(record, key) for record in records]
-    for name in dict.fromkeys(name for record in records for name in record.metrics):
-        columns[name] = [record.metrics.get(name, np.nan) for record in records]
+    for name in dict.fromkeys(name for record in records for name in record.measured):
+        columns[name] = [record.measured.get(name, np.nan) for record in records]
     return {name: _as_column(values) for name, values in columns.items()}
 
 

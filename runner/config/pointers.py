@@ -10,9 +10,10 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from runner.checkpoints.layout import LAST, find_checkpoint
 from runner.config.diagnostics.keys import key_of
 from runner.errors import InputError
+from runner.records.finding import check_is_record, newest_record, newest_training_run
 from runner.records.ledger import LEDGER, is_sweep
-from runner.records.records import check_is_record, newest_record, newest_training_run
-from runner.records.run_directory import CHECKPOINTS, OVERRIDES
+from runner.records.run_directory import CHECKPOINTS
+from runner.records.settings import OVERRIDES
 
 ANY_NAME = "*"  # resume=last name=* resumes the newest run of all names
 

@@ -16,11 +16,10 @@ from runner.errors import InputError
 from runner.records.attempts import initial_values
 from runner.records.custom_code import read_code
 from runner.records.frozen_code import find_archive
-from runner.records.ledger import DONE
-from runner.records.result import read_result
-from runner.records.run_directory import CHECKPOINTS, CONFIG
+from runner.records.run_directory import CHECKPOINTS
 from runner.records.run_files import read_mapping
-from runner.records.settings import dotted
+from runner.records.run_record import DONE, find_run
+from runner.records.settings import CONFIG, dotted
 
 # Keys that only determine where and how a run is computed, recorded and observed. Their changes are not listed.
 FREE: tuple[str, ...] = (
@@ -52,8 +51,9 @@ def read_config(run: Path) -> Config:
 
 def read_choices(run: Path) -> dict[str, str]:
     """Return the chosen options of the groups that result.json names."""
-    groups = ("task", "model", "data", "parallel")
-    return {key: str(value) for key, value in (read_result(run) or {}).items() if key in groups}
+    record = find_run(run)
+    choices = {"task": record.task, "model": record.model, "data": record.data, "parallel": record.parallel}
+    return {group: option for group, option in choices.items() if option}
 
 
 def changed_since(run: Path, config: Config) -> Changes:
@@ -173,10 +173,9 @@ def _check_fixed(run: Path, config: Config, choices: Mapping[str, str | None]) -
 
 def _check_restart(run: Path) -> list[str]:
     """Return a message unless the run, which has no checkpoint, was stopped before its first one."""
-    result = read_result(run) or {}
-    state = result.get("state")
-    if state in DONE or (state == "preempted" and result.get("step")):
-        return [f"resume={run} is {state} and has no checkpoint any more; start a new run without resume="]
+    record = find_run(run)
+    if record.state in DONE or (record.state == "preempted" and record.step):
+        return [f"resume={run} is {record.state} and has no checkpoint any more; start a new run without resume="]
     return []
 
 

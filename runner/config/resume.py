@@ -21,12 +21,12 @@ from runner.config.texts import keep_text
 from runner.config.trust import check_trusted
 from runner.errors import InputError
 from runner.records.custom_code import find_code
+from runner.records.finding import check_is_record
 from runner.records.ledger import LEDGER, read_ledger, read_sweep
 from runner.records.logged_numbers import check_comparable
-from runner.records.records import check_is_record
-from runner.records.result import read_result
-from runner.records.run_directory import OVERRIDES
 from runner.records.run_files import read_string_list
+from runner.records.run_record import find_run
+from runner.records.settings import OVERRIDES
 
 ALIASES = {"checkpoint": "checkpoint.load", "init_from": "init_from.path", "diff.with": "diff.other"}
 # These tasks read directories as data: no recorded override is composed. Each maps to the kind of its directories.
@@ -147,8 +147,7 @@ def _recordable(overrides: list[str]) -> list[str]:
 def _rerun(task: str, merged: list[str], path: Path, config_dirs: list[str], code_of: str | None) -> Arguments:
     """Return the arguments of task=rerun or trace; the new run records those of a training run, as the old one did."""
     training = [override for override in merged if override.partition("=")[0] != "task"]
-    machine = (read_result(path) or {}).get("machine")
-    threads = machine.get("threads") if isinstance(machine, dict) else None
+    threads = find_run(path).machine.get("threads")
     if type(threads) is int and not any(override.startswith("threads=") for override in merged):
         training.append(f"threads={threads}")  # the environment may imply another number now
     overrides = [*training, f"task={task}", pointer_to(path, "run")]

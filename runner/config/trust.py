@@ -10,9 +10,9 @@ from runner.errors import InputError
 from runner.records.custom_code import CODE, targets
 from runner.records.frozen_code import ARCHIVE
 from runner.records.ledger import LEDGER, is_sweep
-from runner.records.result import RESULT
-from runner.records.run_directory import CONFIG, OVERRIDES
 from runner.records.run_files import read_mapping
+from runner.records.run_record import RESULT
+from runner.records.settings import CONFIG, OVERRIDES
 
 # Packages whose classes need no review.
 _KNOWN = ("runner.", "hydra_plugins.runner.", "models.", "data.", "torch.", "torchvision.")

@@ -16,10 +16,11 @@ from runner.errors import InputError, as_input_error
 from runner.input.stream import UNKNOWN_LENGTH
 from runner.records.loggers.dashboard import read_ids
 from runner.records.monitor import Monitor
-from runner.records.result import RESULT
-from runner.records.run_directory import CHECKPOINTS, CONFIG, OVERRIDES, Request, RunDirectory, new_directory
+from runner.records.run_directory import CHECKPOINTS, Request, RunDirectory, new_directory
 from runner.records.run_files import METRICS, check_links, read_mapping, read_metrics
 from runner.records.run_lock import DEAD_AFTER_S
+from runner.records.run_record import RESULT
+from runner.records.settings import CONFIG, OVERRIDES
 from runner.training.build import Experiment
 
 
@@ -120,7 +121,13 @@ def locked(directory: RunDirectory, config: Config, request: Request, world: Wor
         changed: dict[str, list[Any]] = {}
         with suppress(InputError):  # an earlier attempt left a damaged file, which is replaced
             changed = changed_since(directory.path, config) if (directory.path / CONFIG).exists() else {}
-        directory.lock(number, world_size=world.world_size, parallel=request.choices["parallel"], changed=changed)
+        directory.lock(
+            number,
+            hosts=world.local_ranks.hosts(),
+            world_size=world.world_size,
+            parallel=request.choices["parallel"],
+            changed=changed,
+        )
         return str(directory.attempt.number)
 
     timeout_s = world.consensus.timeout_s

@@ -39,8 +39,8 @@ from runner.jobs.micro_batches import (
 from runner.jobs.process_state import reset_process
 from runner.jobs.task import JobTask, check_size, make_task
 from runner.records.console import LOGS, logging_to
-from runner.records.result import report_failure, watch_outcome
 from runner.records.run_directory import Request, RunDirectory
+from runner.records.run_record import RunRecord, report_failure, watch_outcome
 from runner.training.build import Experiment, build
 from runner.training.model.initial_weights import find_initial_weights
 from runner.training.trainer import count_steps
@@ -104,10 +104,12 @@ def _run(config: Config, request: Request, world: World, may_double: bool | None
     if may_double:
         world.shutdown.patience_s = world.backend.timeout_s  # the ranks repeat the job, so none may exit
     with locked(directory, config, request, world), logging_to(world.rank, directory.path) as console:
-        directory.prepare(
-            config,
-            request,
-            **{group: request.choices[group] for group in ("task", "model", "data", "parallel")},
+        record = RunRecord(
+            directory.path,
+            task=request.choices["task"],
+            model=request.choices["model"],
+            data=request.choices["data"],
+            parallel=request.choices["parallel"],
             world_size=world.world_size,
             seed=config.seed,
             samples=count_samples(experiment),
@@ -117,6 +119,7 @@ def _run(config: Config, request: Request, world: World, may_double: bool | None
             monitor=asdict(experiment.monitor) if experiment is not None else None,
             parent=config.fork,
         )
+        directory.prepare(config, request, record)
         end, is_repeated = _End("finished"), False
         try:
             if not (directory.is_resumed or config.fork) or (task is not None and not task.trains):
@@ -135,7 +138,7 @@ def _run(config: Config, request: Request, world: World, may_double: bool | None
             with interruptible():
                 metrics = task.run(config, experiment, world, directory, console)
             world.shutdown.wait_for_all()  # returns immediately if the trainer has already waited
-            directory.result.metrics = metrics
+            directory.record.metrics = metrics
             if directory.pruned:
                 end.state = "pruned"
             return metrics
@@ -160,7 +163,7 @@ def _run(config: Config, request: Request, world: World, may_double: bool | None
 def _describe_code(config: Config, request: Request, directory: RunDirectory) -> list[str]:
     """Return the header lines about custom code; none on ranks that do not write."""
     lines = []
-    if (code := directory.result.code) and code["submitted"]:
+    if (code := directory.record.code) and code["submitted"]:
         lines.append(f"code     as of {code['submitted']}, when the job was submitted")
     earlier = config.run or (directory.path if directory.is_resumed else config.fork)
     if directory.writes and earlier and (line := describe_code(Path(earlier), uses_copy=request.code_of is not None)):
@@ -271,7 +274,7 @@ def _record_end(
 
 
 def _stopped_where(directory: RunDirectory, task: JobTask | None) -> str:
-    step = directory.result.step
+    step = directory.record.step
     if task is None or not task.trains:
         return f"stopped; its directory is {directory.path}"
     where = f"saved after step {step}" if step else "stopped before the first step"

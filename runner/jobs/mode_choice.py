@@ -21,7 +21,7 @@ from runner.planning.memory import GIB
 from runner.planning.modes import ModeConfig, compose_modes
 from runner.records.attempts import error_line
 from runner.records.console import logging_to
-from runner.records.records import CELLS
+from runner.records.finding import CELLS
 from runner.records.run_directory import CHOICE, Request
 from runner.records.run_files import read_mapping, write_atomically
 from runner.training.components import make_parallel

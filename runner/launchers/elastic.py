@@ -26,8 +26,8 @@ from runner.errors import JobFailed, Preempted, print_messages
 from runner.launchers.node_rendezvous import Rendezvous
 from runner.launchers.rank_process import FAILURE_REPORTED, Outcome
 from runner.records.attempts import error_line
-from runner.records.result import read_result, report_failure, result_mtime_ns
 from runner.records.run_directory import CHECKPOINTS, Request
+from runner.records.run_record import find_run, report_failure, result_mtime_ns
 
 UNUSED_SIGNAL = "SIGXCPU"  # torch's agent terminates all ranks at its signals, and needs at least one
 
@@ -152,9 +152,8 @@ def _outcome(result: RunResult, reason: str) -> Outcome:
 
 def reported_failure(directory: str | None, before: int | None) -> str:
     """Return the failure in result.json; empty if it has none, or has not changed since the time `before`."""
-    result = read_result(Path(directory)) if directory else None
-    if result and result.get("state") == "failed" and result_mtime_ns(directory) != before:
-        return result.get("error") or ""
+    if directory and result_mtime_ns(directory) != before and (run := find_run(Path(directory))).state == "failed":
+        return run.error or ""
     return ""
 
 

@@ -15,7 +15,7 @@ from runner.distributed.machine import allowed_cores
 from runner.errors import InputError, did_you_mean
 from runner.planning.memory import GIB
 from runner.planning.timeline import Message, Operator, Shape
-from runner.records.result import read_result
+from runner.records.run_record import find_run
 
 THIS = "this"  # this machine: the data sheet of its GPU, or else that of its CPU
 MIN_S, MAX_REPEATS = 2e-3, 50  # an operator is timed for MIN_S seconds, but at most MAX_REPEATS times
@@ -95,20 +95,19 @@ def with_measured_link(device: Device, run: Path) -> Device:
     They replace `network` if the run had more ranks than a machine of the device, otherwise `link`. Raises InputError
     if the run has not measured them.
     """
-    result = read_result(run) or {}
-    seconds, rates = (_by_size(result, f"all_reduce/{name}/") for name in ("seconds", "bus_gb_s"))
+    record = find_run(run)
+    seconds, rates = (_by_size(record.metrics, f"all_reduce/{name}/") for name in ("seconds", "bus_gb_s"))
     if not seconds or not rates:
         raise InputError(f"plan.collectives={run} has not measured all_reduce; name a run of task=collectives")
-    size = int(result["world_size"])
+    size = record.world_size
     link = Link(1e9 * rates[max(rates)], seconds[min(seconds)] / _rounds("all_reduce", size))
     is_near = device.ranks_per_machine is None or size <= device.ranks_per_machine
     return replace(device, link=link, group_link=link) if is_near else replace(device, network=link)
 
 
-def _by_size(result: Mapping[str, Any], prefix: str) -> dict[int, float]:
+def _by_size(metrics: Mapping[str, float], prefix: str) -> dict[int, float]:
     """Return the metrics with this prefix, by the number of bytes with which their names end."""
-    named = result.get("metrics", {}).items()
-    return {int(name.removeprefix(prefix)): value for name, value in named if name.startswith(prefix)}
+    return {int(name.removeprefix(prefix)): value for name, value in metrics.items() if name.startswith(prefix)}
 
 
 def _rounds(kind: str, num_ranks: int) -> int:

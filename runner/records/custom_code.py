@@ -22,8 +22,8 @@ from runner.errors import InputError, is_user_code
 from runner.paths import ROOT
 from runner.records.ledger import is_sweep
 from runner.records.provenance import STATE, original_path
-from runner.records.result import read_result
 from runner.records.run_files import dumps, make_directory, read_bytes, read_mapping, regular
+from runner.records.run_record import find_run
 
 CODE = "code"
 _HASH = re.compile(r"[0-9a-f]{12}")
@@ -116,9 +116,8 @@ def imported_code(config: Mapping[str, Any]) -> CustomCode:
 
 def find_code(run: Path, fix: str = "add code=current") -> Path | None:
     """Return the directory with the copy of a run's custom modules, or None. Raise InputError if it is missing."""
-    recorded = (read_result(run) or {}).get("code")
-    name = recorded.get("hash") if isinstance(recorded, dict) else None
-    if not isinstance(name, str):
+    name = find_run(run).code_hash
+    if not name:
         return None
     candidates = [parent / CODE / name for parent in (run, run.parent) if _HASH.fullmatch(name)]
     directory = next((path for path in candidates if (path / STATE).is_file()), None)

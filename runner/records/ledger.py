@@ -8,18 +8,18 @@ state is `refused` if the configuration is invalid. The outcome of a queued job 
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from runner.errors import InputError
-from runner.records.result import RESULT, RUNNING, current_state, read_result
 from runner.records.run_files import append_json_lines, check_links, parse_metrics, read_json_lines
 from runner.records.run_lock import RunLock, find_owner, lock_directory
+from runner.records.run_record import DONE, RESULT, RUNNING, RunRecord, current_state, find_run
 
 LEDGER = "ledger.jsonl"
-DONE, REMOVED = ("finished", "pruned"), "removed"
+REMOVED = "removed"
 STOPPING = "stopping"  # a line with this state is a request and does not change the state of the job
 
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -46,7 +46,12 @@ class JobRecord:
     error: str | None = None
     stop_requested: bool = False  # `runs stop` stopped the last start of this job, or its next one, but not its sweep
     is_due: bool = True  # it is not done, and has not started since its sweep was last started or resumed
-    result: dict[str, Any] | None = None  # the content of its result.json; None if there is none
+    run: RunRecord | None = None  # None if it has no valid result.json
+
+    def line(self) -> dict[str, Any]:
+        """Return the line that adds the job to the ledger."""
+        line = {"number": self.number, "label": self.label, "overrides": self.overrides}
+        return line if self.trial is None else line | {"trial": self.trial}
 
 
 @dataclass
@@ -57,6 +62,11 @@ class SweepRecord:
     config_dirs: list[str]
     command: list[str]
     shared: dict[str, Any]  # configuration values that are equal in all jobs, by dotted key
+
+
+def job_of(line: Mapping[str, Any], sweep: Path) -> JobRecord:
+    """Return the job that `line` adds to the ledger of the sweep in this directory."""
+    return JobRecord(line["number"], line["label"], line["overrides"], sweep / line["label"], line.get("trial"))
 
 
 def is_sweep(directory: Path) -> bool:
@@ -132,8 +142,7 @@ def _read_jobs(directory: Path) -> dict[int, JobRecord]:
     jobs: dict[int, JobRecord] = {}
     for line in _read_lines(directory):
         if "label" in line:
-            path = directory / line["label"]
-            jobs[line["number"]] = JobRecord(line["number"], line["label"], line["overrides"], path, line.get("trial"))
+            jobs[line["number"]] = job_of(line, directory)
         elif "state" in line and line["number"] in jobs:
             _update(jobs[line["number"]], line)
         elif "sweep" in line:  # the sweep is resumed
@@ -156,20 +165,21 @@ def _is_valid(line: dict[str, Any]) -> bool:
 
 
 def _add_result(job: JobRecord) -> None:
-    """Update a job that has started from the result.json of its run."""
-    job.result = result = read_result(job.directory)
-    if result is None:
+    """Update a job that has started from the record of its run."""
+    run = find_run(job.directory)
+    job.run = run if run.is_recorded else None
+    if job.run is None:
         if job.state in DONE and not (job.directory / RESULT).exists():
             again = "; -m resume= runs it again" if job.trial is None else ""  # a study keeps a trial's outcome
             job.state, job.metrics, job.error = REMOVED, {}, f"its directory was removed{again}"
-    elif job.state in DONE or result["state"] in DONE:
-        job.end = job.end if job.state == result["state"] else None
-        job.state, job.metrics, job.error = result["state"], result["metrics"], result["error"]
+    elif job.state in DONE or run.state in DONE:
+        job.end = job.end if job.state == run.state else None
+        job.state, job.metrics, job.error = run.state, run.metrics, run.error
     elif job.state == "queued":
         if (job.directory / RESULT).stat().st_mtime >= (job.start or 0):  # not from an earlier start
-            job.state, job.error = result["state"], result["error"]
+            job.state, job.error = run.state, run.error
     elif job.error is None:
-        job.error = result["error"]
+        job.error = run.error
 
 
 def _update(job: JobRecord, line: dict[str, Any]) -> None:

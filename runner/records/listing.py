@@ -1,4 +1,4 @@
-"""Lists of runs and sweeps: a row for each, with its state, the values of its monitor, its age and its size."""
+"""Lists of runs and sweeps: an entry for each, and the columns that commands show of it."""
 
 import fnmatch
 import math
@@ -6,7 +6,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -15,12 +15,14 @@ from typing import Any
 from rich import filesize
 
 from runner.errors import InputError, did_you_mean
+from runner.records.attempts import error_line, read_attempts
+from runner.records.compared_runs import UNREADABLE, current_run
+from runner.records.finding import CELLS, check_is_record, find_records, newest_record
 from runner.records.labels import Labels, read_labels
-from runner.records.ledger import DONE, is_sweep, read_ledger
-from runner.records.monitor import Monitor, recorded_monitor
-from runner.records.records import CELLS, RunRecord, check_is_record, find_records, newest_record, read_run, single_run
-from runner.records.result import read_result
-from runner.records.run_directory import OVERRIDES
+from runner.records.ledger import is_sweep, read_ledger
+from runner.records.run_directory import CHECKPOINTS
+from runner.records.run_record import DONE, RunRecord, Standing
+from runner.records.settings import OVERRIDES
 from runner.records.start_time import started_at
 from runner.records.tables import Cells, as_number, format_number, without_empty_columns
 
@@ -32,19 +34,48 @@ Name = str | os.PathLike[str]  # of a run or sweep, or of a directory
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
-    """The row of a run, a job or a sweep. `best` and `last` are values of the monitor, or NaN if there are none."""
+class Entry:
+    """A run, a job or a sweep in a list."""
 
     path: Path
-    name: str  # relative to the listed directory if the path is below it
-    state: str
-    records: list[RunRecord]  # of the run, or of the jobs of the sweep
-    started: float  # seconds since 1970
-    monitor: Monitor | None = None
-    best: float = math.nan
-    last: float = math.nan
-    labels: Labels = field(default_factory=Labels)
+    folder: Path  # the listed directory
+    runs: list[RunRecord]  # the run, or those of the jobs of the sweep
+    labels: Labels
     is_sweep: bool = False
+
+    @property
+    def name(self) -> str:
+        """The path relative to the listed directory if it is below it."""
+        return str(self.path).removeprefix(f"{self.folder}/")
+
+    @property
+    def state(self) -> str:
+        return min((run.state for run in self.runs), key=_state_order, default="waiting")
+
+    @property
+    def done(self) -> str:
+        """The number of finished or pruned jobs, as 3/4; empty for a run."""
+        return f"{sum(run.state in DONE for run in self.runs)}/{len(self.runs)}" if self.is_sweep else ""
+
+    @cached_property
+    def standing(self) -> Standing:
+        """The monitor and its values; of a sweep, those of its best job."""
+        standings = [run.standing for run in self.runs]
+        monitor = next((each.monitor for each in standings if each.monitor), None)
+        if monitor is None:
+            return Standing()
+        values = {index: each.best for index, each in enumerate(standings) if each.monitor == monitor}
+        order = monitor.best(values) if self.is_sweep else [0]
+        return standings[order[0]] if order else Standing(monitor)
+
+    @cached_property
+    def started(self) -> float:
+        """The time of the first start, in seconds since 1970."""
+        return started_at(self.path, "" if self.is_sweep else self.runs[0].started) or 0.0
+
+    @property
+    def age(self) -> str:
+        return describe_age(time.time() - self.started)
 
     @cached_property
     def size(self) -> int:
@@ -52,49 +83,109 @@ class Row:
         return _size(str(self.path))
 
     @property
-    def done(self) -> str:
-        """The number of finished or pruned jobs, as 3/4; empty for a run."""
-        return f"{sum(job.state in DONE for job in self.records)}/{len(self.records)}" if self.is_sweep else ""
-
-    @property
     def rank(self) -> tuple[bool, str, float]:
-        """A sort key by the best value, the best one first and rows without a value last."""
-        if self.monitor is None or not math.isfinite(self.best):
+        """A sort key by the best value, the best one first and entries without a value last."""
+        monitor, best, _ = self.standing
+        if monitor is None or not math.isfinite(best):
             return True, "", 0.0
-        return False, self.monitor.name, -self.best if self.monitor.direction == "max" else self.best
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the row as a dict for JSON, with the time in UTC."""
-        return {
-            "path": str(self.path.absolute()),
-            "kind": "sweep" if self.is_sweep else "run",
-            "state": self.state,
-            "jobs": dict(Counter(job.state for job in self.records)) if self.is_sweep else None,
-            "monitor": asdict(self.monitor) if self.monitor else None,
-            "best": self.best,
-            "last": self.last,
-            "started": datetime.fromtimestamp(self.started, UTC).isoformat(timespec="seconds"),
-            "size_bytes": self.size,
-            **asdict(self.labels),
-        }
+        return False, monitor.name, -best if monitor.direction == "max" else best
 
 
-ORDERS: dict[str, Callable[[Row], Any]] = {
-    "started": lambda row: -row.started,  # the newest first
-    "name": lambda row: row.name,
-    "state": lambda row: _state_order(row.state),
-    "best": lambda row: row.rank,
-    "size": lambda row: -row.size,
+@dataclass(frozen=True)
+class Column:
+    """A fact about a run or sweep, by the name under which commands show it. An empty text is not shown."""
+
+    name: str
+    in_list: Callable[[Entry], str] | None = None  # the text in the table of `runs list`
+    in_show: Callable[[Entry], str] | None = None  # the text in the lines of `runs show`
+    in_json: Callable[[Entry], Any] | None = None  # the value in the output with --json
+
+
+def _recorded(name: str) -> Column:
+    """Return the column of a field of the record, which `runs show` shows."""
+    return Column(name, in_show=lambda entry: _text(entry, name))
+
+
+# Each view shows the columns that it has, in this order.
+COLUMNS = (
+    Column("name", in_list=lambda entry: entry.name),
+    Column("path", in_show=lambda entry: str(entry.path), in_json=lambda entry: str(entry.path.absolute())),
+    Column("kind", in_json=lambda entry: "sweep" if entry.is_sweep else "run"),
+    Column(
+        "state",
+        in_list=lambda entry: entry.state,
+        in_show=lambda entry: f"{entry.state} {entry.done}".strip(),
+        in_json=lambda entry: entry.state,
+    ),
+    Column("done", in_list=lambda entry: entry.done),
+    Column("jobs", in_json=lambda entry: dict(Counter(run.state for run in entry.runs)) if entry.is_sweep else None),
+    Column("error", in_show=lambda entry: error_line(_text(entry, "error")) or ""),
+    *(_recorded(name) for name in ("command", "task", "model", "data", "parallel", "world_size", "hosts")),
+    *(_recorded(name) for name in ("step", "epoch", "seconds")),
+    Column(
+        "monitor",
+        in_list=lambda entry: entry.standing.monitor.name if entry.standing.monitor else "",
+        in_json=lambda entry: asdict(entry.standing.monitor) if entry.standing.monitor else None,
+    ),
+    Column("best", in_list=lambda entry: _number(entry.standing.best), in_json=lambda entry: entry.standing.best),
+    Column("last", in_list=lambda entry: _number(entry.standing.last), in_json=lambda entry: entry.standing.last),
+    Column("started", in_json=lambda entry: datetime.fromtimestamp(entry.started, UTC).isoformat(timespec="seconds")),
+    Column("age", in_list=lambda entry: entry.age, in_show=lambda entry: entry.age),
+    Column(
+        "size",
+        in_list=lambda entry: filesize.decimal(entry.size),
+        in_show=lambda entry: filesize.decimal(entry.size),
+    ),
+    Column("size_bytes", in_json=lambda entry: entry.size),
+    Column("attempts", in_show=lambda entry: ", ".join(attempt.state for attempt in read_attempts(entry.path))),
+    Column("checkpoints", in_show=lambda entry: ", ".join(_checkpoints(entry.path))),
+    Column(
+        "tags",
+        in_list=lambda entry: " ".join([*entry.labels.tags, *["(archived)"] * entry.labels.archived]),
+        in_show=lambda entry: " ".join(entry.labels.tags),
+        in_json=lambda entry: entry.labels.tags,
+    ),
+    Column("archived", in_json=lambda entry: entry.labels.archived),
+)
+
+ORDERS: dict[str, Callable[[Entry], Any]] = {
+    "started": lambda entry: -entry.started,  # the newest first
+    "name": lambda entry: entry.name,
+    "state": lambda entry: _state_order(entry.state),
+    "best": lambda entry: entry.rank,
+    "size": lambda entry: -entry.size,
 }
 
 
-def list_rows(folder: Path, expands_jobs: bool = False, skipped: list[str] | None = None) -> list[Row]:
-    """Return a row for each run and sweep below a directory.
+def as_cells(entries: Sequence[Entry]) -> Cells:
+    """Return the table of the entries that `runs list` prints."""
+    shown = {column.name: column.in_list for column in COLUMNS if column.in_list}
+    return without_empty_columns([[*shown], *([text(entry) for text in shown.values()] for entry in entries)])
 
-    expands_jobs: return a row for each job instead of its sweep. The runs that a task=compare starts have no rows. A
+
+def as_facts(entry: Entry) -> dict[str, str]:
+    """Return the texts that `runs show` prints about an entry, by name."""
+    facts = {column.name: column.in_show(entry) for column in COLUMNS if column.in_show}
+    monitor, best, last = entry.standing
+    if monitor is not None:
+        facts[monitor.name] = f"best {format_number(best)}, last {format_number(last)}"
+    metrics = {} if entry.is_sweep else entry.runs[0].metrics
+    facts |= {name: format_number(value) for name, value in metrics.items() if name not in facts}
+    return {name: text for name, text in facts.items() if text}
+
+
+def as_json(entry: Entry) -> dict[str, Any]:
+    """Return the values that --json prints about an entry, by name. Times are in UTC."""
+    return {column.name: column.in_json(entry) for column in COLUMNS if column.in_json}
+
+
+def list_entries(folder: Path, expands_jobs: bool = False, skipped: list[str] | None = None) -> list[Entry]:
+    """Return an entry for each run and sweep below a directory.
+
+    expands_jobs: return an entry for each job instead of its sweep. The runs that a task=compare starts have none. A
     message about each damaged run or sweep is added to `skipped`.
     """
-    rows, sweeps, skipped = list[Row](), set[Path](), [] if skipped is None else skipped
+    entries, sweeps, skipped = list[Entry](), set[Path](), [] if skipped is None else skipped
     expands_jobs = expands_jobs or is_sweep(folder)
     for path, has_jobs in find_records(folder, skipped):
         if path.parent in sweeps or (path.parent.name == CELLS and (path.parent.parent / OVERRIDES).is_file()):
@@ -102,30 +193,30 @@ def list_rows(folder: Path, expands_jobs: bool = False, skipped: list[str] | Non
         if has_jobs:
             sweeps.add(path)
         try:
-            if has_jobs and not expands_jobs:
-                rows.append(read_row(path, folder))
+            if not has_jobs:
+                found = [_entry(current_run(path), folder)]
+            elif expands_jobs:
+                found = [_entry(current_run(job.directory, job), folder) for job in read_ledger(path)]
             else:
-                jobs = read_ledger(path) if has_jobs else [single_run(path)]
-                rows += [_row_of_run(read_run(job), folder) for job in jobs]
-        except (AttributeError, KeyError, OSError, OverflowError, RecursionError, TypeError, ValueError) as error:
+                found = [read_entry(path, folder)]
+            _ = [(entry.standing, entry.started) for entry in found]  # reads the files
+            entries += found
+        except UNREADABLE as error:
             skipped.append(f"{path} is skipped: {str(error) if isinstance(error, InputError) else 'it is damaged'}")
-    return rows
+    return entries
 
 
-def read_row(path: Path, folder: Path) -> Row:
-    """Return the row of a run, a job or a sweep. Raises InputError if its files are damaged."""
-    if not is_sweep(path):
-        jobs = read_ledger(path.parent) if is_sweep(path.parent) else []
-        record = read_run(next((job for job in jobs if job.directory == path), single_run(path)))
-        return _row_of_run(record, folder)
-    records = [read_run(job) for job in read_ledger(path)]
-    rows = {index: _row_of_run(record, folder) for index, record in enumerate(records)}
-    monitor = next((row.monitor for row in rows.values() if row.monitor), None)
-    order = monitor.best({i: row.best for i, row in rows.items() if row.monitor == monitor}) if monitor else []
-    state = min((record.state for record in records), key=_state_order, default="waiting")
-    values = (rows[order[0]].best, rows[order[0]].last) if order else (math.nan, math.nan)
-    name, started = str(path).removeprefix(f"{folder}/"), started_at(path) or 0.0
-    return Row(path, name, state, records, started, monitor, *values, read_labels(path), is_sweep=True)
+def read_entry(path: Path, folder: Path) -> Entry:
+    """Return the entry of a run, a job or a sweep. Raises InputError if its files are damaged."""
+    if is_sweep(path):
+        runs = [current_run(job.directory, job) for job in read_ledger(path)]
+        return Entry(path, folder, runs, read_labels(path), is_sweep=True)
+    jobs = read_ledger(path.parent) if is_sweep(path.parent) else []
+    return _entry(current_run(path, next((job for job in jobs if job.directory == path), None)), folder)
+
+
+def _entry(run: RunRecord, folder: Path) -> Entry:
+    return Entry(run.directory, folder, [run], read_labels(run.directory))
 
 
 def find_record(run: Name, outputs: Name = "outputs", adds_jobs: bool = False) -> Path:
@@ -158,47 +249,50 @@ def find_record(run: Name, outputs: Name = "outputs", adds_jobs: bool = False) -
 
 
 def select(
-    rows: Sequence[Row],
+    entries: Sequence[Entry],
     where: Sequence[str],
     tags: Iterable[str],
     states: Collection[str],
     name: str,
     skipped: list[str],
-) -> list[Row]:
-    """Return the rows that match all conditions. Raises InputError for a key or a tag that no row has.
+) -> list[Entry]:
+    """Return the entries that match all conditions. Raises InputError for a key or a tag that no entry has.
 
     where: conditions key=value on the overrides and the configuration; a sweep matches if one of its jobs does. Runs
     whose configuration is damaged do not match, and a message about each of them is added to `skipped`.
     """
-    chosen = [row for row in rows if fnmatch.fnmatchcase(row.name, f"*{name}*")]
+    chosen = [entry for entry in entries if fnmatch.fnmatchcase(entry.name, f"*{name}*")]
     for tag in tags:
-        known = sorted({other for row in rows for other in row.labels.tags})
+        known = sorted({other for entry in entries for other in entry.labels.tags})
         if tag not in known:
             raise InputError(f"--tag {tag}: no run has this tag{did_you_mean(tag, known)}")
-        chosen = [row for row in chosen if tag in row.labels.tags]
-    records = {row: [each for each in row.records if _is_readable(each, skipped)] for row in rows if where}
+        chosen = [entry for entry in chosen if tag in entry.labels.tags]
+    readable = {entry: [run for run in entry.runs if _is_readable(run, skipped)] for entry in entries if where}
     for condition in where:
         key, equals, value = condition.partition("=")
         if not equals:
             raise InputError(f"--where {condition}: must be KEY=VALUE, as in --where model=mlp")
-        known_records = [record for found in records.values() for record in found]
-        if not any(_has(record, key) for record in known_records):
-            keys = ((*record.overrides_by_key, *record.settings) for record in known_records[:100])
+        known_runs = [run for runs in readable.values() for run in runs]
+        if not any(_has(run, key) for run in known_runs):
+            keys = ((*run.overrides_by_key, *run.settings) for run in known_runs[:100])
             known = sorted({key for found in keys for key in found})
             raise InputError(f"--where {condition}: no run has recorded {key}{did_you_mean(key, known)}")
-        chosen = [row for row in chosen if any(_equal(record.value(key), value) for record in records[row])]
-    return [row for row in chosen if not states or row.state in states]
+        chosen = [entry for entry in chosen if any(_equal(run.value(key), value) for run in readable[entry])]
+    return [entry for entry in chosen if not states or entry.state in states]
 
 
-def as_cells(rows: Sequence[Row]) -> Cells:
-    """Return a table of the rows."""
-    cells = [["name", "state", "done", "monitor", "best", "last", "age", "size", "tags"]]
-    for row in rows:
-        values = [format_number(value) if math.isfinite(value) else "" for value in (row.best, row.last)]
-        tags = " ".join([*row.labels.tags, *["(archived)"] * row.labels.archived])
-        monitor, age = row.monitor.name if row.monitor else "", describe_age(time.time() - row.started)
-        cells.append([row.name, row.state, row.done, monitor, *values, age, filesize.decimal(row.size), tags])
-    return without_empty_columns(cells)
+def _text(entry: Entry, name: str) -> str:
+    """Return a field of the record as text; empty for a sweep and for a run that has not recorded it."""
+    if entry.is_sweep or not entry.runs[0].is_recorded:
+        return ""
+    value = getattr(entry.runs[0], name)
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return "" if value is None else str(value)
+
+
+def _number(value: float) -> str:
+    return format_number(value) if math.isfinite(value) else ""
 
 
 def describe_age(seconds: float) -> str:
@@ -206,36 +300,25 @@ def describe_age(seconds: float) -> str:
     return f"{max(0, int(seconds / UNITS_S[unit]))} {unit}"
 
 
-def _row_of_run(record: RunRecord, folder: Path) -> Row:
-    path, result = record.directory, {}
-    if record.monitor is None and record.state not in DONE:  # result.json has no metrics yet
-        result = read_result(path) or {}
-    monitor = record.monitor or recorded_monitor(result, [str((result.get("monitor") or {}).get("name"))])
-    best = last = math.nan
-    if monitor is not None:
-        best, last = record.best, record.metrics.get(monitor.name, math.nan)
-        if not (math.isfinite(best) and math.isfinite(last)):
-            curve = record.curves(monitor.name)[monitor.name]
-            last = last if math.isfinite(last) else [math.nan, *curve.values()][-1]
-            best = next((curve[step] for step in monitor.best(curve)), last)
-    name, started = str(path).removeprefix(f"{folder}/"), started_at(path, record.started) or 0.0
-    return Row(path, name, record.state, [record], started, monitor, best, last, read_labels(path))
+def _checkpoints(path: Path) -> list[str]:
+    return sorted(each.name for each in (path / CHECKPOINTS).glob("step_*"))
 
 
 def _state_order(state: str) -> int:
     return STATES.index(state) if state in STATES else len(STATES)
 
 
-def _is_readable(record: RunRecord, skipped: list[str]) -> bool:
+def _is_readable(run: RunRecord, skipped: list[str]) -> bool:
     try:
-        return record.settings is not None  # reads the file
+        _ = run.overrides, run.settings  # reads the files
     except InputError as error:
-        skipped.append(f"{record.directory} is skipped: {error}")
+        skipped.append(f"{run.directory} is skipped: {error}")
         return False
+    return True
 
 
-def _has(record: RunRecord, key: str) -> bool:
-    return key == "world_size" or key in record.overrides_by_key or key in record.settings
+def _has(run: RunRecord, key: str) -> bool:
+    return key == "world_size" or key in run.overrides_by_key or key in run.settings
 
 
 def _equal(text: str, value: str) -> bool:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from runner.errors import InputError
 from runner.records.monitor import LOSS
-from runner.records.result import read_result
 from runner.records.run_files import read_metrics
+from runner.records.run_record import find_run
 
 EPS = {"fp64": 2.0**-52, "fp32": 2.0**-23, "fp16": 2.0**-10, "bf16": 2.0**-7}  # torch.finfo(...).eps
 # In training, differences by rounding start at a few EPS and grow, in runs of ConvNets by up to 7 times per step.
@@ -86,11 +86,11 @@ def compare_numbers(runs: tuple[Path, Path], tolerance: float, grows: bool = Tru
 
 def check_comparable(runs: tuple[Path, Path]) -> None:
     """Raise InputError if one of the directories is not a training run, or if the runs were trained on other data."""
-    results = [read_result(run) or {} for run in runs]
-    for key, run, result in zip(("run", "diff.with"), runs, results, strict=True):
-        if result.get("task") not in ("train", "rerun"):
-            raise InputError(f"{key}={run} is a run of task={result.get('task')}; task=diff compares training runs")
-    (data, samples), (other_data, other_samples) = ((each.get("data"), each.get("samples")) for each in results)
+    records = [find_run(run) for run in runs]
+    for key, run, record in zip(("run", "diff.with"), runs, records, strict=True):
+        if record.task not in ("train", "rerun"):
+            raise InputError(f"{key}={run} is a run of task={record.task}; task=diff compares training runs")
+    (data, samples), (other_data, other_samples) = ((each.data, each.samples) for each in records)
     if (data, samples) != (other_data, other_samples):
         raise InputError(
             f"diff.with={runs[1]} was trained on data={other_data} with {_counts(other_samples)} samples, and "
@@ -98,8 +98,8 @@ def check_comparable(runs: tuple[Path, Path]) -> None:
         )
 
 
-def _counts(samples: object) -> str:
-    return " and ".join(f"{count} {split}" for split, count in samples.items()) if isinstance(samples, Mapping) else "?"
+def _counts(samples: Mapping[str, int]) -> str:
+    return " and ".join(f"{count} {split}" for split, count in samples.items()) or "?"
 
 
 def _logged(run: Path) -> dict[int, dict[str, float]]:

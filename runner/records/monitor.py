@@ -30,12 +30,11 @@ class Monitor:
 BY_LOSS = Monitor(LOSS, "min")
 
 
-def recorded_monitor(result: Mapping[str, Any], metrics: Collection[str]) -> Monitor | None:
-    """Return the monitor in the content of a result.json, or None if none of the `metrics` is the monitored one.
+def recorded_monitor(recorded: Any, metrics: Collection[str]) -> Monitor | None:
+    """Return the monitor that result.json names, or None if none of the `metrics` is the monitored one.
 
     If only another split was evaluated, the same metric of that split is the monitored one.
     """
-    recorded = result.get("monitor")
     if not isinstance(recorded, Mapping) or recorded.get("direction") not in ("max", "min"):
         return None
     name = str(recorded.get("name"))

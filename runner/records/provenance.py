@@ -5,7 +5,6 @@ import json
 import os
 import platform
 import re
-import socket
 import subprocess
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -81,12 +80,11 @@ def versions() -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """Return the machine's name, and its properties that affect rounding: processor, number of threads, GPUs."""
+    """Return the properties of the machine that affect rounding: processor, number of threads, GPUs."""
     import torch  # not at the top, because --help does not need it
 
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return {
-        "host": socket.gethostname(),
         "system": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),
         "threads": torch.get_num_threads(),

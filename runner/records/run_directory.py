@@ -20,12 +20,13 @@ from runner.records import provenance
 from runner.records.attempts import Attempt, append_attempt, error_line, utc_now
 from runner.records.custom_code import CustomCode, imported_code
 from runner.records.monitor import LOSS
-from runner.records.result import RESULT, Result, read_result, write_result
 from runner.records.run_files import METRICS, dumps, read_bytes, read_metrics, without_links, write_atomically
 from runner.records.run_lock import RunLock, lock_directory
+from runner.records.run_record import RESULT, RUNNING, RunRecord, find_run
+from runner.records.settings import CONFIG, OVERRIDES
 from runner.records.start_time import STAMP, started_at
 
-CONFIG, OVERRIDES, CHECKPOINTS = "config.yaml", "overrides.yaml", "checkpoints"
+CHECKPOINTS = "checkpoints"
 CHOICE = "auto.json"  # the mode that parallel=auto has chosen, and the speed of the modes that were measured
 MIN_BYTES, MIN_FILES = 2**16, 8  # free space and files that a run needs when it starts
 
@@ -54,7 +55,7 @@ class RunDirectory:
 
     def __init__(self, path: Path, writes: bool = True):
         self.path, self.writes = path, writes
-        self.result = Result()
+        self.record = RunRecord(path)
         self.attempt = Attempt(0)
         self.pruner: Callable[[int, dict[str, float]], bool] | None = None
         self.pruned = False
@@ -77,9 +78,9 @@ class RunDirectory:
     def is_committed(self) -> bool:
         return self._replaced is not None
 
-    def lock(self, previous: int | None = None, **facts: Any) -> None:
+    def lock(self, previous: int | None = None, **fields: Any) -> None:
         """Lock the directory for this world. Arguments and errors are those of `lock_directory`."""
-        self._lock = lock_directory(self.path, previous, **facts)
+        self._lock = lock_directory(self.path, previous, **fields)
         self.attempt = self._lock.attempt
 
     def check_lock(self) -> None:
@@ -92,24 +93,27 @@ class RunDirectory:
             self._lock.release()
             self._lock = None
 
-    def prepare(self, config: Any, request: Request, **facts: Any) -> None:
-        """Collect the content of the files without writing it. `config` is a dataclass, `facts` are Result's fields."""
-        self.pruner, self.result = request.pruner, Result(**facts)
+    def prepare(self, config: Any, request: Request, record: RunRecord) -> None:
+        """Collect the content of the files without writing it.
+
+        config: a dataclass. record: what the job knows of the run; this function adds where and from what it started.
+        """
+        self.pruner, self.record = request.pruner, record
         if not self.writes:
             return
         previous = started_at(self.path) if (self.path / RESULT).exists() else None
-        started = datetime.fromtimestamp(previous or time.time(), UTC).isoformat(timespec="milliseconds")
-        self.result = Result(started=started, command=list(request.command), **facts)
-        self.result.git, self.result.versions = provenance.git_state(), provenance.versions()
-        self.result.machine = provenance.machine()
+        record.started = datetime.fromtimestamp(previous or time.time(), UTC).isoformat(timespec="milliseconds")
+        record.command, record.hosts = list(request.command), self.attempt.hosts
+        record.git, record.versions = provenance.git_state(), provenance.versions()
+        record.machine = provenance.machine()
         values, directories = asdict(config), [provenance.original_path(directory) for directory in request.config_dirs]
         self._code = imported_code(values)
         self.attempt.code = self._code.hash
         repositories = provenance.custom_repositories([*directories, *self._code.directories])
         code = {"hash": self._code.hash, "repositories": repositories, "submitted": provenance.submission_time()}
-        self.result.code = code if any(code.values()) else None
+        record.code = code if any(code.values()) else None
         self._texts = {
-            **provenance.uncommitted_changes(self.result.git, repositories),
+            **provenance.uncommitted_changes(record.git, repositories),
             CONFIG: yaml.safe_dump(values, sort_keys=False),
             OVERRIDES: yaml.safe_dump([*(f"--config-dir={path}" for path in directories), *request.overrides]),
         }
@@ -119,7 +123,7 @@ class RunDirectory:
         if self.is_committed:
             return
         self._replaced = {}
-        self.result.step = self.attempt.first_step = first_step
+        self.record.step = self.attempt.first_step = first_step
         if not self.writes:
             return
         if self._code is not None:
@@ -128,7 +132,7 @@ class RunDirectory:
             self._replaced = {name: _read_text(self.path / name) for name in (*self._texts, RESULT)}
         for name, text in self._texts.items():
             _write_text(self.path / name, text)
-        self.save_result()
+        self.save_record()
 
     def end(self, state: str, error: str | None = None) -> None:
         """Record the state in which the attempt ended, and the error if it failed.
@@ -139,34 +143,35 @@ class RunDirectory:
         """
         if not self.is_committed and state in ("finished", "pruned"):
             self.commit()
-        self.result.state, self.result.error = state, error
+        self.record.state, self.record.error = state, error
         if not self.writes or self._is_lost():
             return
         self.attempt.ended, self.attempt.state = utc_now(), state
         self.attempt.error = error_line(error or "")
-        has_trained = self.is_committed and self.result.step != self.attempt.first_step
+        has_trained = self.is_committed and self.record.step != self.attempt.first_step
         try:
             if state in ("failed", "preempted") and not has_trained and self._replaced:
                 for name, text in self._replaced.items():
                     _write_text(self.path / name, text)
                 self._replaced, self.attempt.first_step = None, None
             if self.is_committed:
-                self.attempt.step = self.result.step
+                self.attempt.step = self.record.step
                 try:
-                    self.save_result()
+                    self.save_record()
                 except OSError:
                     self.release()  # on a full disk, result.json gets the space of the lock file
-                    self.save_result()
-            elif (result := read_result(self.path)) is None or result.get("state") == "running":
-                write_result(self.path, {**(result or {}), "state": state, "error": error})
+                    self.save_record()
+            elif not (before := find_run(self.path)).is_recorded or before.state == RUNNING:
+                before.state, before.error = state, error
+                before.save()
         finally:  # a full disk may still have space for a line
             append_attempt(self.path, self.attempt)
 
-    def save_result(self) -> None:
+    def save_record(self) -> None:
         """Write result.json atomically."""
-        self.result.seconds = round(time.monotonic() - self._start, 3)
+        self.record.seconds = round(time.monotonic() - self._start, 3)
         if self.writes:
-            write_result(self.path, asdict(self.result))
+            self.record.save()
 
     def log_metrics(self, step: int, epoch: int, metrics: dict[str, float]) -> None:
         """Append a line to metrics.jsonl. Raises JobFailed if it cannot be written, or if the lock is lost."""

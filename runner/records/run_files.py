@@ -9,10 +9,9 @@ import itertools
 import json
 import math
 import os
-import re
 import secrets
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ MAX_BYTES, MAX_LINE = 16 << 20, 16 << 20  # of a record that is read as a whole;
 MAX_DEPTH, MAX_VALUES, MAX_ALIASES = 50, 1_000_000, 10  # of the values in a record
 MAX_INT = 2**1023  # larger integers may not be convertible to float
 _decode = json.JSONDecoder().decode  # json.loads without its checks of the arguments, for speed
-_STEP = re.compile(r'\{"step": \d')
 _NOT_REGULAR = "it is a link or another special file, which a run does not use; remove it"
 SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, ten times as fast: sweeps may have many jobs
 
@@ -122,15 +120,12 @@ def append_json_lines(path: Path, *lines: Mapping[str, Any]) -> None:
         os.close(file)
 
 
-def read_json_lines(path: str | Path, marks: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
+def read_json_lines(path: str | Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of a file of JSON lines. Lines that are not JSON, as after a crash, are skipped.
 
-    marks: lines that begin with a step and have none of these strings are skipped, because parsing takes longer.
     Raises OSError, and InputError if a line is too long, or is JSON but not an object.
     """
     for number, text in enumerate(read_lines(path), start=1):
-        if marks and _STEP.match(text) and not any(mark in text for mark in marks):
-            continue
         try:
             line = parse_json(text)
         except (ValueError, RecursionError):
@@ -170,14 +165,10 @@ def parse_json(text: str | bytes) -> Any:
     return value if is_small else _check_size(value)
 
 
-def read_metrics(directory: Path, *names: str) -> Iterator[dict[str, Any]]:
-    """Yield the numbers of each line of metrics.jsonl, NaN for null. Raises OSError, and InputError without a step.
-
-    names: of metrics. Lines without any of them may be left out, for speed.
-    """
+def read_metrics(directory: Path) -> Iterator[dict[str, Any]]:
+    """Yield the numbers of each line of metrics.jsonl, NaN for null. Raises OSError, and InputError without a step."""
     path = f"{directory}/{METRICS}"  # a string: joining paths takes longer
-    marks = [json.dumps(name) for name in names]
-    for line in read_json_lines(path, marks) if os.path.lexists(path) else ():
+    for line in read_json_lines(path) if os.path.lexists(path) else ():
         numbers = parse_metrics(line)
         if type(numbers.get("step")) is not int:
             raise InputError(f"{path}: {str(line)[:40]} has no step; remove the line")

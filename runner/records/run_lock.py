@@ -93,7 +93,7 @@ def lock_directory(directory: Path, previous: int | None = None, **fields: Any) 
         newest = max(before, default=0)
         if before and newest != previous and _is_alive(before[newest]):
             facts = _read(before[newest])
-            owner = f"process {facts.get('pid')} on {facts.get('host')} ({facts.get('user')})"
+            owner = f"process {facts.get('pid')} on {_host(facts)} ({facts.get('user')})"
             since = f"since {facts.get('started')}; wait for it, or end it first"
             raise InputError(f"{directory} has been locked by {owner} {since}")
         # Attempt numbers are unique, so the file name of an owner that was taken for dead is never reused.
@@ -134,13 +134,19 @@ def find_owner(directory: Path) -> LockOwner | None:
     pid, is_owner = facts.get("pid"), False
     with suppress(OSError):
         is_owner = path.stat().st_uid == Path(f"/proc/{pid}").stat().st_uid
-    return LockOwner(is_alive, is_here, is_owner, pid if type(pid) is int else None, str(facts.get("host")))
+    return LockOwner(is_alive, is_here, is_owner, pid if type(pid) is int else None, _host(facts))
 
 
 def living_owner(directory: Path) -> LockOwner | None:
     """Return the owner of the newest lock file if it is alive, otherwise None."""
     owner = find_owner(directory)
     return owner if owner and owner.is_alive else None
+
+
+def _host(facts: Mapping[str, Any]) -> str:
+    """Return the machine of rank 0, which has locked the directory."""
+    hosts = facts.get("hosts")
+    return str(hosts[0]) if isinstance(hosts, list) and hosts else "an unknown host"
 
 
 def _is_here(facts: Mapping[str, Any]) -> bool:
@@ -159,7 +165,7 @@ def _is_alive(path: Path) -> bool:
         now = os.fstat(file.fileno()).st_mtime  # by the file system's clock, which may differ from this machine's
     if now - touched > DEAD_AFTER_S:
         return False
-    owner = f"process {facts.get('pid')} on {facts.get('host')}"
+    owner = f"process {facts.get('pid')} on {_host(facts)}"
     print_messages([f"waiting up to {DEAD_AFTER_S:g} s to see if {owner} is running"])
     deadline = time.monotonic() + DEAD_AFTER_S
     while _mtime(path) == touched and time.monotonic() < deadline:

@@ -11,12 +11,12 @@ from typing import Any
 from runner.errors import InputError
 from runner.records.attempts import read_attempts
 from runner.records.ledger import LEDGER
-from runner.records.result import RESULT
-from runner.records.run_files import read_bytes, read_json_lines
+from runner.records.run_files import read_json_lines, read_mapping
+from runner.records.run_record import RESULT
+from runner.records.settings import OVERRIDES
 
 STAMP = "%Y%m%d-%H%M%S"  # in the name of a directory, in local time
-_STARTED = re.compile(rb'"started": "([^"]*)"')  # in result.json, which is not parsed, for speed
-_FILES = ("overrides.yaml", LEDGER)
+_FILES = (OVERRIDES, LEDGER)
 MAX_TIME = 2**37  # seconds since 1970, in the year 6325
 
 
@@ -46,9 +46,8 @@ def in_order(directories: Iterable[Path]) -> list[Path]:
 
 
 def _recorded_times(directory: Path) -> Iterator[Any]:
-    with suppress(OSError, ValueError):
-        if found := _STARTED.search(read_bytes(f"{directory}/{RESULT}")):
-            yield found[1].decode(errors="replace")
+    with suppress(InputError):
+        yield read_mapping(f"{directory}/{RESULT}").get("started")
     try:
         yield next((line["at"] for line in read_json_lines(directory / LEDGER) if "at" in line), None)
     except (OSError, InputError):

@@ -26,15 +26,6 @@ MAX_LABEL_LENGTH = 64
 UNCOMPARED_KEYS = ("resume", "outputs")  # jobs that differ only in their location are the same job
 
 
-@dataclass(frozen=True)
-class Job:
-    """One job of a sweep. The label is the name of its directory."""
-
-    number: int
-    label: str
-    overrides: list[str]
-
-
 @dataclass
 class Composer:
     """Composes jobs, each only once."""
@@ -131,10 +122,12 @@ def _zipped_groups(zipped: Any, values: dict[str, list[str]]) -> list[list[str]]
     return groups
 
 
-def number_jobs(jobs: Sequence[list[str]], recorded: Sequence[JobRecord], composer: Composer) -> list[Job]:
+def number_jobs(
+    jobs: Sequence[list[str]], recorded: Sequence[JobRecord], composer: Composer, sweep: Path
+) -> list[JobRecord]:
     """Return the jobs whose configuration differs from that of every other and every recorded job, with new numbers.
 
-    Print how many jobs have the configuration of another one of `jobs`.
+    sweep: the directory of the sweep. Print how many jobs have the configuration of another one of `jobs`.
     """
 
     def identity(job: Sequence[str]) -> str:
@@ -148,7 +141,13 @@ def number_jobs(jobs: Sequence[list[str]], recorded: Sequence[JobRecord], compos
     added = [job for key, job in distinct.items() if key not in known]
     first = max((job.number for job in recorded), default=-1) + 1
     varying = varying_keys([*(job.overrides for job in recorded), *distinct.values()])
-    return [Job(number, make_label(number, job, varying), job) for number, job in enumerate(added, start=first)]
+    return [new_job(number, job, varying, sweep) for number, job in enumerate(added, start=first)]
+
+
+def new_job(number: int, overrides: list[str], varying: Sequence[str], sweep: Path) -> JobRecord:
+    """Return a job of the sweep in the directory `sweep`; `varying` are the keys that name it."""
+    label = make_label(number, overrides, varying)
+    return JobRecord(number, label, overrides, sweep / label)
 
 
 def check_shared(

@@ -13,10 +13,9 @@ from runner.distributed.environment import RankInfo
 from runner.errors import InputError, JobFailed, print_messages
 from runner.launchers.contract import Queue
 from runner.paths import CONF
-from runner.records.ledger import DONE, JobRecord, read_ledger
-from runner.records.result import LOST, RUNNING
+from runner.records.ledger import JobRecord, read_ledger
 from runner.records.run_directory import Request
-from runner.sweeps.jobs import Job
+from runner.records.run_record import DONE, LOST, RUNNING
 
 UNDECIDED = ("queued", RUNNING, LOST)
 
@@ -61,7 +60,7 @@ def check_launchers(
     return True, queues[0].dry_run
 
 
-def submit(queued: Sequence[tuple[Job, Config, Request]], directory: Path, record: Callable[..., None]) -> bool:
+def submit(queued: Sequence[tuple[JobRecord, Config, Request]], directory: Path, record: Callable[..., None]) -> bool:
     """Submit the jobs, as many at once as their queue accepts. Return True if they may still be in the queue.
 
     record(job, state, **facts) is called for each submitted job. Raises InputError if no job was accepted. Prints a
@@ -69,7 +68,7 @@ def submit(queued: Sequence[tuple[Job, Config, Request]], directory: Path, recor
     """
     from runner.launchers.launch import make_launcher
 
-    groups: dict[str, list[tuple[Job, Config, Request]]] = {}  # by launcher options
+    groups: dict[str, list[tuple[JobRecord, Config, Request]]] = {}  # by launcher options
     for each in queued:
         groups.setdefault(json.dumps(each[1].launcher, sort_keys=True, default=str), []).append(each)
     queues, num_queued = [], 0
@@ -104,11 +103,11 @@ def ended_in_queues(jobs: Sequence[JobRecord]) -> set[str]:
     return {name for queue, queued_as in names.items() for name in _queue_class(queue).find_ended(queued_as)}
 
 
-def find_unfinished(path: Path, recorded: Sequence[JobRecord], num_added: int) -> list[Job]:
+def find_unfinished(path: Path, recorded: Sequence[JobRecord], num_added: int) -> list[JobRecord]:
     """Return the jobs of a resumed sweep that are neither done nor in a queue, and print their number."""
     left = [job for job in recorded if job.state not in DONE]
     ended = ended_in_queues(left)
-    unfinished = [Job(job.number, job.label, job.overrides) for job in left if job.queued_as in {None, *ended}]
+    unfinished = [job for job in left if job.queued_as in {None, *ended}]
     if recorded:
         num_queued = len(left) - len(unfinished)
         done = f"{len(recorded) - len(left)} jobs are done" + (f", {num_queued} in the queue" if num_queued else "")

@@ -13,11 +13,12 @@ from runner.config.resume import Arguments
 from runner.config.texts import typed_options
 from runner.distributed.environment import RankInfo
 from runner.errors import InputError, JobFailed, Preempted
-from runner.records.ledger import DONE, SweepRecord, is_sweep, read_ledger, unlock_sweep
+from runner.records.compared_runs import read_jobs
+from runner.records.ledger import SweepRecord, is_sweep, read_ledger, unlock_sweep
 from runner.records.monitor import main_metrics
-from runner.records.records import RunRecord, read_jobs
 from runner.records.report.render import closing
 from runner.records.report.statistics import monitors_of
+from runner.records.run_record import DONE, RunRecord
 from runner.records.tables import format_number, text_table
 from runner.sweeps.jobs import first_job
 from runner.sweeps.queues import read_jobs_and_queues, submit
@@ -87,7 +88,7 @@ def _finish(sweep: Sweep) -> int:
 def print_summary(directory: Path) -> bool:
     """Print the outcome of the jobs. Return True if any is not finished or pruned."""
     jobs = read_jobs(directory, "run", read_jobs_and_queues)
-    known = {name for job in jobs for name in job.metrics}
+    known = {name for job in jobs for name in job.measured}
     print(f"\n{job_table(jobs, main_metrics(monitors_of(jobs), known)[:MAX_METRICS])}\n", flush=True)
     if report := closing(jobs):
         print(f"{report}\n", flush=True)
@@ -105,7 +106,7 @@ def job_table(jobs: Sequence[RunRecord], metrics: Sequence[str] = ()) -> str:
     """Return a table with a row per job: its state, its values of `metrics`, and one line of its error."""
     cells = [["job", "state", *metrics, "why"]]
     for job in jobs:
-        error = job.error.strip().splitlines() or [""]
-        values = [format_number(job.metrics[key]) if key in job.metrics else "" for key in metrics]
+        error = (job.error or "").strip().splitlines() or [""]
+        values = [format_number(job.measured[key]) if key in job.measured else "" for key in metrics]
         cells.append([job.label, job.state, *values, error[-1 if job.state == "failed" else 0]])
     return text_table(cells)

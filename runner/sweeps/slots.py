@@ -20,9 +20,9 @@ from runner.distributed.backend import as_backend
 from runner.distributed.failures.signals import handling_signals, received
 from runner.distributed.machine import allowed_cores
 from runner.errors import InputError
-from runner.records.result import RUNNING, read_result
+from runner.records.ledger import JobRecord
+from runner.records.run_record import RUNNING, find_run
 from runner.records.tables import format_number
-from runner.sweeps.jobs import Job
 from runner.sweeps.sweep import Sweep
 
 POLL_S = 0.02
@@ -33,7 +33,7 @@ SAVE_TIMEOUT_S = 30.0  # for jobs to save and exit after a signal
 class RunningJob:
     """A running job with its slots and its process. `stderr` is a file that receives its standard error."""
 
-    job: Job
+    job: JobRecord
     slots: list[int]
     process: subprocess.Popen[bytes]
     stderr: IO[bytes]
@@ -121,7 +121,7 @@ def divide(devices: Sequence[int], slots: int) -> list[list[int]]:
     return [list(devices[slot * size : (slot + 1) * size]) for slot in range(slots)]
 
 
-def _start(sweep: Sweep, job: Job, slots: list[int], description: bytes) -> RunningJob:
+def _start(sweep: Sweep, job: JobRecord, slots: list[int], description: bytes) -> RunningJob:
     stderr = tempfile.TemporaryFile()  # noqa: SIM115  # closed by _record_outcome
     sweep.write_state(job, "running", slots=slots)
     process = subprocess.Popen(
@@ -146,16 +146,15 @@ def _record_outcome(sweep: Sweep, ended: RunningJob, stopped: bool) -> None:
     ended.stderr.seek(0)
     stderr, status = ended.stderr.read().decode(errors="replace").strip(), ended.process.returncode
     ended.stderr.close()
-    result = read_result(sweep.path(ended.job)) or {}
-    metrics = result.get("metrics", {})
-    if status == 0 and result.get("state") != RUNNING:  # otherwise user code has called os._exit(0)
-        state = sweep.write_outcome(ended.job, metrics)
-        text = "  ".join(f"{name} {format_number(value)}" for name, value in metrics.items())
+    run = find_run(ended.job.directory)
+    if status == 0 and run.state != RUNNING:  # otherwise user code has called os._exit(0)
+        state = sweep.write_outcome(ended.job, run.metrics)
+        text = "  ".join(f"{name} {format_number(value)}" for name, value in run.metrics.items())
     else:
         state = {2: "refused", 143: "preempted"}.get(status, "failed")
         if stopped and status < 0:  # it was killed while it was saving, or had no signal handler yet
             state = "preempted"
-        text = stderr if state == "refused" else result.get("error") or stderr or f"exit status {status}"
+        text = stderr if state == "refused" else run.error or stderr or f"exit status {status}"
         sweep.write_state(ended.job, state, error=text)
     print(f"{ended.job.label} {state}  {text}", flush=True)
 

@@ -18,15 +18,16 @@ from runner.config.instantiate import create
 from runner.config.schema import Config
 from runner.config.texts import keep_text
 from runner.errors import InputError, first_line
-from runner.records.ledger import DONE, REMOVED, is_sweep, read_ledger
-from runner.sweeps.jobs import Job, complete_overrides, first_value
+from runner.records.ledger import REMOVED, JobRecord, is_sweep, job_of, read_ledger
+from runner.records.run_record import DONE
+from runner.sweeps.jobs import complete_overrides, first_value
 from runner.sweeps.study_options import Options, TrialPruner, check_options, distribution, open_storage
 from runner.sweeps.sweep import Sweep
 
 FAILED = ("failed", "refused")  # such a trial is not run again
 JOURNAL = "study.journal"
 
-JobWithPruner = tuple[Job, TrialPruner]
+JobWithPruner = tuple[JobRecord, TrialPruner]
 
 
 @dataclass
@@ -96,13 +97,13 @@ class Study:
             if job.state != REMOVED or not known[job.trial].state.is_finished()
         ]
         if interrupted:
-            return [self._with_pruner(Job(job.number, job.label, job.overrides), job.trial) for job in interrupted]
+            return [self._with_pruner(job) for job in interrupted]
         trials = []
         for _ in range(min(self.options.n_jobs, self.options.n_trials - len(jobs))):
             trial = self.study.ask({key: distribution(override) for key, override in self.swept.items()})
             overrides = [*self.fixed, *(f"{key}={value}" for key, value in trial.params.items())]
             job = self.sweep.add_job(overrides, list(self.swept), trial=trial.number)
-            trials.append(self._with_pruner(job, trial.number))
+            trials.append(self._with_pruner(job))
         return trials
 
     def report_outcomes(self) -> None:
@@ -126,10 +127,10 @@ class Study:
             else:
                 self.study.tell(job.trial, state=TrialState.PRUNED if job.state == "pruned" else TrialState.FAIL)
 
-    def _with_pruner(self, job: Job, trial: int | None) -> JobWithPruner:
+    def _with_pruner(self, job: JobRecord) -> JobWithPruner:
         pruner: Any = OmegaConf.to_container(self.options.pruner)
-        assert trial is not None and self.options.storage is not None
-        return job, TrialPruner(self.options.storage, self.study.study_name, trial, self.options.metric, pruner)
+        assert job.trial is not None and self.options.storage is not None
+        return job, TrialPruner(self.options.storage, self.study.study_name, job.trial, self.options.metric, pruner)
 
 
 def run_study(
@@ -159,12 +160,12 @@ def run_study(
     sweep.jobs = []
     for number in itertools.count():
         trials = sweep.broadcast(
-            f"trials{number}", lambda: [(asdict(job), asdict(pruner)) for job, pruner in study.next_trials()]
+            f"trials{number}", lambda: [(job.line(), asdict(pruner)) for job, pruner in study.next_trials()]
         )
         if not trials:
             return
         first = len(sweep.jobs)
-        for job, pruner in trials:
-            sweep.jobs.append(Job(**job))
+        for line, pruner in trials:
+            sweep.jobs.append(job_of(line, Path(str(sweep.directory))))
             sweep.pruners[sweep.jobs[-1].number] = TrialPruner(**pruner)
         launcher.launch([complete_overrides(job.overrides) for job in sweep.jobs[first:]], initial_job_idx=first)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +20,10 @@ from runner.distributed.environment import RankInfo
 from runner.distributed.failures.signals import forget_signal, received
 from runner.errors import InputError, JobFailed, Preempted, as_input_error, print_messages
 from runner.records import ledger
-from runner.records.ledger import DONE, JobRecord, SweepRecord, is_stop_requested, read_ledger
-from runner.records.result import read_result, write_result
+from runner.records.ledger import JobRecord, SweepRecord, is_stop_requested, job_of, read_ledger
 from runner.records.run_directory import Request, new_directory
-from runner.sweeps.jobs import Composer, Job, check_shared, make_label, number_jobs, shared_values
+from runner.records.run_record import DONE, find_run
+from runner.sweeps.jobs import Composer, check_shared, new_job, number_jobs, shared_values
 from runner.sweeps.queues import check_launchers, find_unfinished
 from runner.sweeps.study_options import TrialPruner
 
@@ -51,9 +51,9 @@ class Sweep:
     directory: str | None
     backend: dict[str, Any]
     arguments: list[str]
-    jobs: list[Job] = field(default_factory=list)
+    jobs: list[JobRecord] = field(default_factory=list)
     queues: bool = False
-    queued: list[tuple[Job, Config, Request]] = field(default_factory=list)
+    queued: list[tuple[JobRecord, Config, Request]] = field(default_factory=list)
     dry_run: bool = False
     is_new: bool = False
     pruners: dict[int, TrialPruner] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class Sweep:
             if self.directory is not None:
                 raise InputError("launcher.dry_run=true: leave resume= out to print the jobs of a new sweep")
             self.directory = str(Path(configs[0].outputs).absolute() / configs[0].name / "sweep-STAMP")
-            self.jobs = number_jobs(jobs, [], composer)
+            self.jobs = number_jobs(jobs, [], composer, Path(self.directory))
             return
         if self.rank_info.world_size > 1 and (messages := self.join().consensus.first_error("composed", [])):
             raise InputError(*messages)
@@ -106,13 +106,14 @@ class Sweep:
                 self.record.shared = {key: value for key, value in before.items() if key in self.record.shared}
             if prepare is not None:
                 prepare(path)
-            added = number_jobs([] if prepare else jobs, recorded, composer)
+            added = number_jobs([] if prepare else jobs, recorded, composer, path)
             self.jobs = [*find_unfinished(path, recorded, len(added)), *added]
-            ledger.write_lines(path, {"sweep": asdict(self.record), "at": round(time.time(), 3)}, *map(asdict, added))
-            return self.directory, [asdict(job) for job in self.jobs]
+            header = {"sweep": asdict(self.record), "at": round(time.time(), 3)}
+            ledger.write_lines(path, header, *(job.line() for job in added))
+            return self.directory, [job.line() for job in self.jobs]
 
         self.directory, planned = self.broadcast("sweep", plan)
-        self.jobs = [Job(**job) for job in planned]
+        self.jobs = [job_of(line, Path(str(self.directory))) for line in planned]
         with open_dict(master):  # Hydra's launchers create the directory that these two keys name
             master.hydra.overrides.hydra += [
                 pointer_to(Path(str(self.directory)), "hydra.sweep.dir"),
@@ -173,16 +174,16 @@ class Sweep:
         self._continues(job)
         return metrics
 
-    def _continues(self, job: Job, is_stopped: bool = False) -> bool:
+    def _continues(self, job: JobRecord, is_stopped: bool = False) -> bool:
         """Return True if `runs stop` has stopped only this job, which may have ended before it received the signal."""
-        if not (is_stopped or received()) or not is_stop_requested(self.path(job).parent, job.number):
+        if not (is_stopped or received()) or not is_stop_requested(job.directory.parent, job.number):
             return False
         forget_signal()
         return True
 
-    def skips(self, job: Job) -> bool:
+    def skips(self, job: JobRecord) -> bool:
         """Return True if `runs stop` has stopped the job before it started, and record this. All ranks must call it."""
-        directory, text = self.path(job).parent, "stopped before it started"
+        directory, text = job.directory.parent, "stopped before it started"
         if not self.broadcast(f"skip{job.number}", lambda: is_stop_requested(directory, job.number)):
             return False
         self.write_state(job, "preempted", error=text)
@@ -190,46 +191,42 @@ class Sweep:
             print(f"{job.label} was {text}", flush=True)
         return True
 
-    def request(self, job: Job, overrides: list[str], choices: dict[str, str]) -> Request:
+    def request(self, job: JobRecord, overrides: list[str], choices: dict[str, str]) -> Request:
         """Return the request of a job. `overrides` are those with which it is composed."""
         return Request(
             overrides=tuple(overrides),
             config_dirs=tuple(self.record.config_dirs),
             command=tuple(self.record.command),
-            directory=str(self.path(job)),
+            directory=str(job.directory),
             choices=choices,
             pruner=self.pruners.get(job.number),
             code_of=self.given.code_of,
         )
 
-    def path(self, job: Job) -> Path:
-        assert self.directory is not None
-        return Path(self.directory) / job.label
-
-    def write_state(self, job: Job, state: str, **facts: Any) -> None:
+    def write_state(self, job: JobRecord, state: str, **facts: Any) -> None:
         """Record the job's state in the ledger, on rank 0."""
         if self.rank_info.rank == 0:
-            ledger.write_state(self.path(job).parent, job.number, state, **facts)
+            ledger.write_state(job.directory.parent, job.number, state, **facts)
 
-    def write_outcome(self, job: Job, metrics: dict[str, float]) -> str:
+    def write_outcome(self, job: JobRecord, metrics: dict[str, float]) -> str:
         """Record that a job has finished or was pruned, and return this state."""
         if self.rank_info.rank != 0:
             return "finished"
-        path, result = self.path(job), read_result(self.path(job))
-        if result is None:  # a task such as compare writes to another directory
-            result = {"state": "finished", "metrics": metrics}
-            path.mkdir(exist_ok=True)
-            write_result(path, result)
-        state = result["state"] if result["state"] in DONE else "finished"
+        run = find_run(job.directory)
+        if not run.is_recorded:  # a task such as compare writes to another directory
+            run.state, run.metrics = "finished", metrics
+            job.directory.mkdir(exist_ok=True)
+            run.save()
+        state = run.state if run.state in DONE else "finished"
         self.write_state(job, state, metrics=metrics)
         return state
 
-    def add_job(self, overrides: list[str], varying: list[str], **facts: Any) -> Job:
-        """Add a job to the ledger of the open sweep, on rank 0, and return it."""
+    def add_job(self, overrides: list[str], varying: list[str], trial: int) -> JobRecord:
+        """Add a trial of the study to the ledger of the open sweep, on rank 0, and return its job."""
         assert self.directory is not None
         number = max((job.number for job in read_ledger(Path(self.directory))), default=-1) + 1
-        job = Job(number, make_label(number, overrides, varying), overrides)
-        ledger.write_lines(Path(self.directory), {**asdict(job), **facts})
+        job = replace(new_job(number, overrides, varying, Path(self.directory)), trial=trial)
+        ledger.write_lines(Path(self.directory), job.line())
         return job
 
 
@@ -237,7 +234,7 @@ def _check_code(recorded: list[JobRecord], config: Config) -> None:
     """Raise InputError if the code of jobs that have started has changed, because reports compare the jobs."""
     from runner.config.recorded import check_code
 
-    codes = {str((read_result(job.directory) or {}).get("code")): job for job in recorded if job.num_starts}
+    codes = {str(find_run(job.directory).code): job for job in recorded if job.num_starts}
     for job in codes.values():
         if messages := check_code(job.directory, config):
             raise InputError(*messages)

@@ -16,8 +16,9 @@ from runner.errors import InputError, JobFailed
 from runner.jobs.task import LaunchingTask
 from runner.records.attempts import error_line
 from runner.records.console import logging_to
-from runner.records.records import CELLS
+from runner.records.finding import CELLS
 from runner.records.run_directory import CHECKPOINTS, Request, RunDirectory, new_directory
+from runner.records.run_record import RunRecord
 from runner.records.tables import csv_table, format_number, markdown_table, text_table
 
 log = logging.getLogger(__name__)
@@ -84,7 +85,8 @@ class Compare(LaunchingTask):
             directory.lock()
         with logging_to(rank_info.rank, path), ExitStack() as at_end:
             at_end.callback(directory.release)
-            directory.prepare(config, request, task="compare", model=request.choices["model"], seed=config.seed)
+            record = RunRecord(path, task="compare", model=request.choices["model"], seed=config.seed)
+            directory.prepare(config, request, record)
             directory.commit()
             log.info("comparing %d cells of %s on %s", len(cells), request.choices["model"], request.choices["data"])
             for cell in cells:
@@ -98,8 +100,8 @@ class Compare(LaunchingTask):
             rates = {
                 f"{cell.mode}/{cell.world_size}": cell.metrics["samples_per_second"] for cell in cells if cell.metrics
             }
-            directory.result.metrics, directory.result.state = rates, "finished"
-            directory.save_result()
+            directory.record.metrics, directory.record.state = rates, "finished"
+            directory.save_record()
         return rates
 
 

@@ -16,8 +16,8 @@ from runner.jobs.task import LaunchingTask
 from runner.launchers.launch import launch
 from runner.optimization.parameter_patterns import counted
 from runner.records.logged_numbers import NumberComparison, compare_numbers, default_tolerance
-from runner.records.result import read_result
 from runner.records.run_directory import CHECKPOINTS, Request
+from runner.records.run_record import find_run
 from runner.tasks.rerun import possible_causes
 from runner.tasks.trace import TRACE, find_difference
 
@@ -45,10 +45,9 @@ class Diff(LaunchingTask):
             raise InputError(f"diff.with={runs[1]} has no logged step in common with run={runs[0]}; choose other runs")
         if rank_info.rank == 0:
             for name, run, precision in zip("AB", runs, precisions, strict=True):
-                result = read_result(run) or {}
-                world = f"world_size {result.get('world_size')}, parallel={result.get('parallel')}, {precision}"
-                state = result.get("state")
-                end = "" if state == "finished" else f", {state} at step {result.get('step')}"
+                record = find_run(run)
+                world = f"world_size {record.world_size}, parallel={record.parallel}, {precision}"
+                end = "" if record.state == "finished" else f", {record.state} at step {record.step}"
                 print(f"{name}        {run} ({world}{end})")
             for line in possible_causes(*runs) or ["nothing: commit, versions, machine and configuration are the same"]:
                 print(f"differs  {line}")
@@ -100,7 +99,7 @@ def trace(
         directories = list[Path]()
         for name, run in zip("AB", runs, strict=True):
             task = ("task=trace", f"task.first={first}", f"task.last={last}", f"task.checkpoint={checkpoint}")
-            world = ("launcher=spawn", f"launcher.nproc_per_node={(read_result(run) or {}).get('world_size', 1)}")
+            world = ("launcher=spawn", f"launcher.nproc_per_node={find_run(run).world_size}")
             # compile=true would not call the hooks of modules, and a replay would record a step twice.
             without = ("compile=false", "logger=none", "replay_every_steps=null", "profile=false", *NO_CHECKPOINTS)
             where = (pointer_to(run, "run"), f"outputs={quote(folder)}", f"name={name}", f"trust={show(config.trust)}")

@@ -45,5 +45,5 @@ def restore_run(
     parallel_model = experiment.parallel.prepare(experiment.recipe, world)
     checkpoints, unaveraged = Path(config.run) / CHECKPOINTS, config.ema.decay is None
     progress = restore_evaluated(checkpoints, parallel_model, world, config.checkpoint.load, unaveraged)
-    directory.result.step, directory.result.epoch = progress.step, progress.epoch
+    directory.record.step, directory.record.epoch = progress.step, progress.epoch
     return parallel_model, progress

@@ -32,9 +32,9 @@ from runner.jobs.trained_model import Trained, restore_model
 from runner.objectives.supervised import Supervised, call_model
 from runner.optimization.precision import Precision, convert
 from runner.records.provenance import git_state, versions
-from runner.records.result import read_result
 from runner.records.run_directory import Request
 from runner.records.run_files import dumps, make_directory, read_metrics
+from runner.records.run_record import find_run
 from runner.training.components import make_objective, make_parallel
 
 SUFFIXES = {"safetensors": ".safetensors", "torch_export": ".pt2", "onnx": ".onnx"}
@@ -182,7 +182,7 @@ def _write_program(config: Config, model: nn.Module, examples: list[Example], pa
 def _facts(config: Config, request: Request, trained: Trained) -> dict[str, Any]:
     assert config.run is not None
     run = Path(config.run)
-    recorded, step = read_result(run) or {}, trained.progress.step
+    recorded, step = find_run(run), trained.progress.step
     logged = [line.items() for line in read_metrics(run) if line.get("step") == step]
     metrics = {key: value for items in logged for key, value in items if "/" in key and not key.startswith("perf/")}
     return {
@@ -196,10 +196,10 @@ def _facts(config: Config, request: Request, trained: Trained) -> dict[str, Any]
         "weights_sha256": weights_sha256(tensors_of(trained.model)),
         "run": str(run),
         "checkpoint": {"read_as": config.checkpoint.load, "step": step, "epoch": trained.progress.epoch},
-        "monitor": recorded.get("monitor"),
+        "monitor": recorded.monitor,
         "metrics": metrics,
         "versions": versions() | {package: version(package) for package in PACKAGES[config.export.format]},
-        "git": {"trained": recorded.get("git"), "exported": git_state()},
+        "git": {"trained": recorded.git, "exported": git_state()},
         "choices": dict(request.choices),
         "configuration": asdict(config),
     }

@@ -20,6 +20,7 @@ from runner.records.console import logging_to
 from runner.records.report.plots import new_figure
 from runner.records.run_directory import Request, RunDirectory, new_directory
 from runner.records.run_files import write_atomically
+from runner.records.run_record import RunRecord
 from runner.records.tables import format_number, markdown_table, text_table, without_empty_columns
 
 log = logging.getLogger(__name__)
@@ -53,13 +54,14 @@ class Plan(LaunchingTask):
         directory.lock()
         try:
             with logging_to(0, directory.path):
-                directory.prepare(config, request, task="plan", model=request.choices["model"], seed=config.seed)
+                record = RunRecord(directory.path, task="plan", model=request.choices["model"], seed=config.seed)
+                directory.prepare(config, request, record)
                 directory.commit()
                 _write(cells, directory.path, request, device)
                 log.info("run directory: %s", directory.path)
                 rates = {f"{cell.mode}/{cell.world_size}": cell.samples_per_s for cell in cells if cell.ranks}
-                directory.result.metrics, directory.result.state = rates, "finished"
-                directory.save_result()
+                directory.record.metrics, directory.record.state = rates, "finished"
+                directory.save_record()
         finally:
             directory.release()
         return rates

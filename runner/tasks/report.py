@@ -8,7 +8,7 @@ from runner.distributed.environment import RankInfo
 from runner.distributed.rendezvous import join
 from runner.errors import InputError
 from runner.jobs.task import LaunchingTask
-from runner.records.records import DAMAGED, read_jobs
+from runner.records.compared_runs import DAMAGED, read_jobs
 from runner.records.report.plots import draw
 from runner.records.report.render import as_csv, as_markdown, as_text
 from runner.records.report.statistics import Summary, summarize
@@ -36,7 +36,7 @@ class Report(LaunchingTask):
         if not jobs:
             raise InputError(f"{named[0][0]}={named[0][1]}: its ledger has no jobs; name another sweep or run")
         if all(job.state == DAMAGED for job in jobs):
-            raise InputError(*(job.error for job in jobs))
+            raise InputError(*(str(job.error) for job in jobs))
         unique = list({job.directory: job for job in jobs}.values())  # a job may be named in addition to its sweep
         summary = summarize(unique, options.metric, options.direction, options.over)
         world = join(rank_info, as_backend(config.backend))

@@ -13,14 +13,14 @@ from runner.config.schema import OF_TASKS, Config
 from runner.distributed.world import World
 from runner.errors import InputError, quantity
 from runner.jobs.task import JobTask
+from runner.records.compared_runs import LOCATION_KEYS
 from runner.records.custom_code import read_code
 from runner.records.logged_numbers import compare_numbers
 from runner.records.provenance import DIFF
-from runner.records.records import LOCATION_KEYS
-from runner.records.result import read_result
-from runner.records.run_directory import CONFIG, RunDirectory
+from runner.records.run_directory import RunDirectory
 from runner.records.run_files import read_bytes, read_mapping
-from runner.records.settings import dotted
+from runner.records.run_record import find_run
+from runner.records.settings import CONFIG, dotted
 from runner.tasks.train import Train
 from runner.training.build import Experiment
 
@@ -38,12 +38,12 @@ class Rerun(JobTask):
 
     def check(self, config: Config, world_size: int) -> list[str]:
         path = Path(str(config.run))
-        result = read_result(path) or {}
-        if result.get("task") not in ("train", "rerun"):
-            return [f"run={path} is a run of task={result.get('task')}; task=rerun needs a training run"]
-        if result["state"] != "finished" or not result.get("weights_sha256"):
-            return [f"run={path} is {result['state']} and has no final weights to compare with; try resume={path}"]
-        if (size := result.get("world_size", 1)) != world_size:
+        record = find_run(path)
+        if record.task not in ("train", "rerun"):
+            return [f"run={path} is a run of task={record.task}; task=rerun needs a training run"]
+        if record.state != "finished" or not record.weights_sha256:
+            return [f"run={path} is {record.state} and has no final weights to compare with; try resume={path}"]
+        if (size := record.world_size) != world_size:
             ranks = quantity(size, "rank")
             return [
                 f"run={path} had {ranks} and cannot be repeated to the bit on {world_size}, because sums are rounded "
@@ -65,7 +65,7 @@ class Rerun(JobTask):
         metrics = Train().run(config, experiment, world, directory, console)
         if not directory.writes:
             return metrics
-        was, now = (read_result(then) or {}).get("weights_sha256"), directory.result.weights_sha256
+        was, now = find_run(then).weights_sha256, directory.record.weights_sha256
         log.info("same weights: %s" if now == was else f"other weights: they were {was} and are %s", now)
         if now != was:
             numbers = compare_numbers((then, directory.path), tolerance=0.0, grows=False)
@@ -77,10 +77,10 @@ class Rerun(JobTask):
 def possible_causes(then: Path, now: Path) -> list[str]:
     """Return the possible causes of different weights of two runs, one line each."""
     old, new = (
-        dotted({topic: result.get(topic) or {} for topic in ("git", "code", "versions", "machine")})
-        | {"world_size": result.get("world_size")}
-        | _settings(path)
-        for path, result in ((path, read_result(path) or {}) for path in (then, now))
+        dotted({"git": run.git, "code": run.code or {}, "versions": run.versions, "machine": run.machine})
+        | {"hosts": run.hosts, "world_size": run.world_size}
+        | _settings(run.directory)
+        for run in (find_run(then), find_run(now))
     )
     changes = differences(old, new)
     lines = [f"{key}: was {before}, is {after}" for key, (before, after) in changes.items()]

@@ -61,7 +61,7 @@ class Train(JobTask):
                 log.warning(
                     "parallel=%s has one process, so nothing is parallel; to start more, add launcher=spawn "
                     "launcher.nproc_per_node=2, or use torchrun --nproc-per-node 2 -m runner",
-                    directory.result.parallel,
+                    directory.record.parallel,
                 )
         parallel_model = experiment.parallel.prepare(experiment.recipe, world)
         meter = ThroughputMeter()
@@ -79,7 +79,7 @@ class Train(JobTask):
         elif config.resume or directory.attempt.number > 1:
             log.info("the run has no checkpoint yet: it restarts at step 0")
         directory.commit(state.step)
-        directory.result.step, directory.result.epoch = state.step, state.epoch
+        directory.record.step, directory.record.epoch = state.step, state.epoch
         if directory.writes:
             remove_leftovers(directory.checkpoints)
         directory.drop_metrics_after(state.step)
@@ -106,15 +106,15 @@ class Train(JobTask):
         if trainer.stopped:
             reasons = callbacks.stop_reasons()
             reason = reasons.get("finished", reasons.get("pruned"))
-            directory.result.stopped = reason or None
+            directory.record.stopped = reason or None
             log.info("stopped after step %d%s", trainer.state.step, f": {reason}" if reason else "")
         directory.pruned = trainer.stopped and not trainer.stops_as_finished
         values = [f"{name} {format_number(metrics[name])}" for name in main_metrics([experiment.monitor], metrics)]
-        if (best := directory.result.best) and best["step"] != directory.result.step:
+        if (best := directory.record.best) and best["step"] != directory.record.step:
             values.append(
                 f"best {experiment.monitor.name} {format_number(best['value'])} after step {best['step']:.0f}"
             )
-        end = f"pruned after step {directory.result.step}" if directory.pruned else "finished"
+        end = f"pruned after step {directory.record.step}" if directory.pruned else "finished"
         log.info("%s: %s", end, ", ".join(values))
         log.info("run directory: %s", directory.path)
         if any(directory.path.glob("events.out.tfevents.*")):  # TensorBoard's files, also if a custom logger wrote them
@@ -189,7 +189,7 @@ def make_all_callbacks(
 
 
 def describe(config: Config, experiment: Experiment, world: World, directory: RunDirectory) -> list[str]:
-    result, train, val = directory.result, experiment.train_loader, experiment.val_loader
+    result, train, val = directory.record, experiment.train_loader, experiment.val_loader
     num_steps = count_steps(config, train.sampler.steps_per_epoch)
     device = " + ".join(map(str, dict.fromkeys(world.devices))) + (" each" if world.device.type != "cpu" else "")
     ranks = "1 process" if world.world_size == 1 else f"{world.world_size} processes"

@@ -136,9 +136,10 @@ def test_the_other_machine_continues_in_the_same_directory(hosts: Hosts, command
     assert "no response from rank 0 on host1" in output and output.count("resuming after step") == 1
     one = only_run(tmp_path)
     assert (one.result["state"], one.result["world_size"], one.result["step"]) == ("finished", 1, 300)
+    assert one.result["hosts"] == ["host2"]
     killed, ended = attempts(one.path)
-    assert (killed["state"], killed["host"], killed["world_size"]) == ("killed", "host1", 2)
-    assert (ended["state"], ended["host"], ended["world_size"]) == ("finished", "host2", 1)
+    assert (killed["state"], killed["hosts"], killed["world_size"]) == ("killed", ["host1", "host2"], 2)
+    assert (ended["state"], ended["hosts"], ended["world_size"]) == ("finished", ["host2"], 1)
     assert ended["first_step"] >= 20
 
 

@@ -32,6 +32,7 @@ RESULT = {
     "num_steps": int,
     "epoch": int,
     "world_size": int,
+    "hosts": list,
     "parallel": str,
     "model": str,
     "data": str,

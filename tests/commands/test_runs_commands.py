@@ -240,7 +240,7 @@ def test_a_process_that_another_user_names_is_not_stopped(runs: Runs, outputs: P
 
 
 def test_a_run_on_another_machine_is_not_stopped(runs: Runs, outputs: Path) -> None:
-    owner = {"number": 1, "host": "elsewhere", "pid": 1, "machine": "another"}
+    owner = {"number": 1, "hosts": ["elsewhere"], "pid": 1, "machine": "another"}
     (outputs / RUN / "holder-1.json").write_text(json.dumps(owner))
     status, _, err = runs("stop", "2026")
     assert status == 2 and "runs on elsewhere; log in there and type: python -m runner runs stop /" in err

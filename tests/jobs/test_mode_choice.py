@@ -12,7 +12,7 @@ from commands import Commands
 from parity import COMMON, EXPERIMENTS, assert_equal
 from worlds import Run, jobs_of, only_run, run
 
-from runner.records.records import CELLS
+from runner.records.finding import CELLS
 
 TOY = (*EXPERIMENTS["toy"], *COMMON)
 

@@ -22,8 +22,8 @@ from runner.launchers import node_rendezvous
 from runner.launchers.elastic import Ranks, refusal, reported_failure, run_worlds
 from runner.launchers.node_rendezvous import Nodes, OneMachine
 from runner.launchers.rank_process import FAILURE_REPORTED
-from runner.records.result import read_result, result_mtime_ns, write_result
 from runner.records.run_directory import Request
+from runner.records.run_record import RunRecord, find_run, result_mtime_ns
 
 HOST = socket.gethostname()
 DIED = f"rank 0 on {HOST} died: SIGKILL"
@@ -111,7 +111,7 @@ def test_restarts_are_counted_from_each_checkpoint(
 def test_rank_that_exits_with_status_0_has_failed_and_the_failure_is_recorded(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    write_result(tmp_path, {"state": "running"})
+    RunRecord(tmp_path).save()
     try:
         with pytest.raises(JobFailed, match=f"rank 0 on {HOST} died: exit status 0"):
             run_worlds(OneMachine(60), Ranks(1, os._exit, (0,)), Request(directory=str(tmp_path)), 0, [])
@@ -121,8 +121,8 @@ def test_rank_that_exits_with_status_0_has_failed_and_the_failure_is_recorded(
         server._stop()
     line = f"rank 0 on {HOST} died: exit status 0"
     assert f"error: {line}\n" in capfd.readouterr().err
-    result = read_result(tmp_path)
-    assert result is not None and (result["state"], result["error"]) == ("failed", line)
+    run = find_run(tmp_path)
+    assert (run.state, run.error) == ("failed", line)
 
 
 @pytest.mark.thorough

@@ -12,7 +12,7 @@ from runner.config.recorded_code import describe_code, importing_code_of
 from runner.errors import InputError
 from runner.records.custom_code import imported_code, read_code
 from runner.records.provenance import custom_repositories, git_diff
-from runner.records.result import write_result
+from runner.records.run_record import RunRecord
 
 NETS = """\
 import shapes
@@ -67,7 +67,7 @@ def test_a_copy_is_imported_and_compared(own: Path, tmp_path: Path, monkeypatch:
     code.write(run)
     code.write(run)  # it exists
     assert [path.name for path in (run / "code").iterdir()] == [code.hash]
-    write_result(run, {"code": {"hash": code.hash}})
+    RunRecord(run, code={"hash": code.hash}).save()
     (own / "shapes" / "sizes.py").write_text("WIDTH = 4\n")
     (own / "shapes" / "late.py").unlink()
     recorded = read_code(run)
@@ -96,12 +96,12 @@ def test_a_copy_is_imported_and_compared(own: Path, tmp_path: Path, monkeypatch:
 def test_a_damaged_copy_is_refused(own: Path, tmp_path: Path, text: str) -> None:
     code = imported_code(CONFIG)
     code.write(tmp_path)
-    write_result(tmp_path, {"code": {"hash": code.hash}})
+    RunRecord(tmp_path, code={"hash": code.hash}).save()
     (tmp_path / "a.py").write_text("")
     (tmp_path / "code" / str(code.hash) / "code.json").write_text(text)
     with pytest.raises(InputError):
         read_code(tmp_path)
-    write_result(tmp_path, {"code": {"hash": "../own"}})
+    RunRecord(tmp_path, code={"hash": "../own"}).save()
     with pytest.raises(InputError, match="missing"):
         read_code(tmp_path)
 

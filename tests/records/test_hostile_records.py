@@ -14,8 +14,8 @@ from runner.config.resume import add_recorded
 from runner.errors import InputError, printable
 from runner.records.attempts import read_attempts
 from runner.records.ledger import read_ledger
-from runner.records.result import read_result
 from runner.records.run_files import read_json_lines, read_mapping
+from runner.records.run_record import find_run
 
 SMALL = ("model=mlp", "model.hidden=[16]", "data.sample_shape=[1,8,8]", "logger=none", "threads=1", "max_steps=2")
 BOMB = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10))
@@ -66,7 +66,7 @@ def test_special_and_huge_files_are_not_read(kind: str, tmp_path: Path) -> None:
         make_special(tmp_path / name, kind)
     with pytest.raises(InputError, match=r"config\.yaml cannot be read"):
         read_mapping(tmp_path / "config.yaml")
-    assert read_result(tmp_path) is None
+    assert not find_run(tmp_path).is_recorded
     with pytest.raises((OSError, InputError), match=r"special file|longer than"):
         list(read_json_lines(tmp_path / "metrics.jsonl"))
     if kind == "large":

@@ -12,9 +12,9 @@ from runner.launchers.slurm.queue import submit
 from runner.records.attempts import Attempt, append_attempt
 from runner.records.console import LOGGER, logging_to
 from runner.records.custom_code import CustomCode, CustomModule
-from runner.records.result import report_failure
 from runner.records.run_directory import RunDirectory
 from runner.records.run_files import check_links, write_atomically
+from runner.records.run_record import report_failure
 
 SMALL = ("model=mlp", "model.hidden=[16]", "data.sample_shape=[1,8,8]", "logger=none", "threads=1", "max_steps=2")
 pytestmark = pytest.mark.fault("a link in a run directory", outcome="refused")

@@ -15,12 +15,12 @@ from custom_files import write_files
 from hydra.core.global_hydra import GlobalHydra
 from worlds import run
 
+from runner.records.compared_runs import Trial
 from runner.records.loggers import mlflow
 from runner.records.loggers.contract import RunOutcome
 from runner.records.loggers.dashboard import History, logged_metrics
 from runner.records.loggers.mlflow import valid_name
 from runner.records.loggers.wandb import WandB
-from runner.records.records import Trial
 from runner.records.run_files import METRICS
 
 SMALL = ("model=toy", "data=toy", "batch_size=256", "backend=gloo")  # 4 steps an epoch

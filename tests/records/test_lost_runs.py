@@ -10,8 +10,8 @@ import pytest
 from many_runs import SMALL, make_run, make_sweep, owned
 
 import runner
+from runner.records.compared_runs import read_jobs
 from runner.records.ledger import read_ledger, write_state
-from runner.records.records import read_jobs
 
 
 @pytest.mark.fault("kill -9 of the lock owner of a run", outcome="survived")
@@ -33,7 +33,7 @@ def test_a_killed_run_is_lost_until_it_is_resumed(here: Callable[..., int], tmp_
 def test_an_owner_on_another_machine_is_dead_without_a_heartbeat(tmp_path: Path) -> None:
     run = runner.Run(make_run(tmp_path / "run", state="running"))
     lock = run.path / "holder-1.json"
-    lock.write_text(json.dumps({"number": 1, "host": "elsewhere", "pid": os.getpid(), "machine": "another"}))
+    lock.write_text(json.dumps({"number": 1, "hosts": ["elsewhere"], "pid": os.getpid(), "machine": "another"}))
     assert run.state == "running"
     os.utime(lock, (time.time() - 61,) * 2)
     assert run.state == "lost"

@@ -1,15 +1,16 @@
 """The monitored metric: in records, and for the comparison of jobs that have different ones."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from runner.records.monitor import BY_LOSS, Monitor, recorded_monitor
-from runner.records.records import RunRecord
 from runner.records.report.render import as_markdown, as_text
 from runner.records.report.statistics import monitors_of, summarize
 from runner.records.run_directory import RunDirectory
+from runner.records.run_record import RunRecord
 
 F1, MAE = Monitor("val/f1", "max"), Monitor("val/mae", "min")
 
@@ -24,12 +25,13 @@ F1, MAE = Monitor("val/f1", "max"), Monitor("val/mae", "min")
     ],
 )
 def test_the_monitor_of_a_record(recorded: Any, metrics: list[str], expected: Monitor | None) -> None:
-    assert recorded_monitor({"monitor": recorded}, metrics) == expected
+    assert recorded_monitor(recorded, metrics) == expected
 
 
 def job(name: str, monitor: Monitor | None, state: str = "finished", **metrics: float) -> RunRecord:
     measured = {f"val/{key}": value for key, value in metrics.items()}
-    return RunRecord(Path(name), name, state, [f"metrics={name}"], metrics=measured, monitor=monitor)
+    recorded = asdict(monitor) if monitor else None
+    return RunRecord(Path(name), state, metrics=measured, monitor=recorded, planned=(f"metrics={name}",))
 
 
 def test_jobs_are_compared_by_the_metric_that_all_have_measured() -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from runner.config.schema import Config
 from runner.records.attempts import read_attempts
-from runner.records.result import read_result, report_failure
 from runner.records.run_directory import Request, RunDirectory, new_directory
+from runner.records.run_record import RunRecord, find_run, report_failure
 
 
 @pytest.mark.fault("runs started in the same second", outcome="went_on")
@@ -32,20 +32,21 @@ def test_runs_of_the_same_second_have_different_directories(tmp_path: Path, monk
 
 def test_a_rank_that_does_not_write_leaves_the_directory_empty(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path, writes=False)
-    directory.prepare(Config(), Request())
+    directory.prepare(Config(), Request(), RunRecord(tmp_path))
     directory.commit()
     directory.log_metrics(1, 1, {"train/loss": 1.0})
-    directory.save_result()
+    directory.save_record()
     directory.drop_metrics_after(0)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_record_is_complete_from_the_start(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
-    directory.prepare(Config(), Request(overrides=("model=toy",), config_dirs=("/mine", "/other")), model="toy")
+    request = Request(overrides=("model=toy",), config_dirs=("/mine", "/other"))
+    directory.prepare(Config(), request, RunRecord(tmp_path, model="toy"))
     directory.commit()
-    result = read_result(tmp_path)
-    assert result is not None and (result["state"], result["model"]) == ("running", "toy")
+    run = find_run(tmp_path)
+    assert (run.state, run.model, run.hosts) == ("running", "toy", directory.attempt.hosts)
     assert (tmp_path / "overrides.yaml").read_text() == "- --config-dir=/mine\n- --config-dir=/other\n- model=toy\n"
     assert not list(tmp_path.glob("*.tmp"))
 
@@ -62,10 +63,10 @@ def test_a_failure_is_recorded_without_a_terminal_and_on_a_full_disk(
     (tmp_path / "log.txt").symlink_to("/dev/full")
     monkeypatch.setattr(sys, "stderr", ClosedTerminal())
     report_failure(tmp_path, "rank 0 has died")
-    result = read_result(tmp_path)
-    assert result is not None and (result["state"], result["error"]) == ("failed", "rank 0 has died")
+    run = find_run(tmp_path)
+    assert (run.state, run.error) == ("failed", "rank 0 has died")
     (tmp_path / "result.json").write_text('{"state": "run')
-    assert read_result(tmp_path) is None
+    assert not find_run(tmp_path).is_recorded
 
 
 @pytest.mark.fault("a resume that fails", outcome="refused")
@@ -74,12 +75,12 @@ def test_an_attempt_without_a_step_restores_the_record(state: str, tmp_path: Pat
     """The attempt has been committed, as if a signal had arrived just before its first step."""
     (tmp_path / "checkpoints" / "step_4").mkdir(parents=True)
     first = RunDirectory(tmp_path)
-    first.prepare(Config(), Request(overrides=("seed=0",)))
-    first.result.step = 4
+    first.prepare(Config(), Request(overrides=("seed=0",)), RunRecord(tmp_path))
+    first.record.step = 4
     first.end("finished")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.suffix in (".json", ".yaml")}
     second = RunDirectory(tmp_path)
-    second.prepare(Config(seed=1), Request(overrides=("seed=1",)))
+    second.prepare(Config(seed=1), Request(overrides=("seed=1",)), RunRecord(tmp_path))
     second.commit(first_step=4)
     assert (tmp_path / "overrides.yaml").read_bytes() != before["overrides.yaml"]
     second.end(state)
@@ -98,7 +99,7 @@ def test_a_run_with_flipped_bits_in_its_metrics_can_be_resumed(tmp_path: Path) -
     (tmp_path / "checkpoints" / "step_4").mkdir(parents=True)
     (tmp_path / "overrides.yaml").write_bytes(b"- seed=0 # \xf3\n")
     directory = RunDirectory(tmp_path)
-    directory.prepare(Config(), Request())
+    directory.prepare(Config(), Request(), RunRecord(tmp_path))
     directory.commit()
     directory.drop_metrics_after(4)
     assert path.read_bytes() == lines[0] + lines[3]

@@ -12,22 +12,21 @@ from worlds import run
 import runner
 from runner.checkpoints.layout import list_checkpoints
 from runner.errors import InputError
-from runner.records.listing import list_rows
+from runner.records.compared_runs import read_jobs
+from runner.records.listing import list_entries
 from runner.records.loggers.dashboard import logged_metrics
-from runner.records.records import read_jobs
 from runner.records.report.render import best
 from runner.records.report.statistics import summarize
-from runner.records.result import read_result
 from runner.records.run_directory import RunDirectory
 from runner.records.run_files import (
     METRICS,
     dumps,
     parse_json,
     parse_metrics,
-    read_last_metrics,
     read_metrics,
     read_string_list,
 )
+from runner.records.run_record import find_run
 
 NAN = math.nan
 
@@ -52,8 +51,8 @@ def test_integers_that_no_float_can_represent_are_left_out(tmp_path: Path) -> No
     huge = 10**400
     make_run(tmp_path / "run", seconds=huge, metrics={"val/accuracy": 0.5, "x": huge}, best={"step": 1, "value": huge})
     (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps({"step": 1, "val/accuracy": huge, "y": -huge}) + "\n")
-    (row,) = list_rows(tmp_path)
-    assert (row.best, row.last) == (0.5, 0.5)
+    (entry,) = list_entries(tmp_path)
+    assert entry.standing[1:] == (0.5, 0.5)
     assert set(runner.table(runner.runs(tmp_path))) == {"path", "state", "val/accuracy"}
     assert set(runner.open_run(tmp_path / "run").metrics) == {"step", "epoch"}
     (tmp_path / "run" / "metrics.jsonl").write_text(json.dumps({"step": huge}) + "\n")
@@ -90,7 +89,7 @@ def test_a_diverged_run_writes_json_and_is_never_the_best(tmp_path: Path) -> Non
     assert diverged.result["best"] is None and not (diverged.path / "checkpoints" / "best").exists()
     assert list_checkpoints(diverged.path / "checkpoints")
 
-    assert math.isnan((read_result(diverged.path) or {})["metrics"]["val/loss"])
+    assert math.isnan(find_run(diverged.path).metrics["val/loss"])
     assert math.isnan(runner.open_run(diverged.path).metrics["val/loss"][-1])
     assert math.isnan(dict(logged_metrics(str(diverged.path)))[40]["val/loss"])
     assert all(map(math.isnan, RunDirectory(diverged.path).evaluations("val/loss").values()))
@@ -101,18 +100,6 @@ def test_a_diverged_run_writes_json_and_is_never_the_best(tmp_path: Path) -> Non
         assert best(summarize(jobs[:1], "val/loss", direction)) == []
     num_lines = len(diverged.lines)
     assert len(run(tmp_path / "diverged", 1, f"resume={diverged.path}", "max_steps=50").lines) > num_lines
-
-
-def test_metrics_are_read_in_part(tmp_path: Path) -> None:
-    """Only the end of the file, also if its last line is still being written, or only the lines with a metric."""
-    lines = [{"step": step, "epoch": 1, **({} if step % 9 else {"val/loss": 0.5})} for step in range(5000)]
-    assert list(read_metrics(tmp_path)) == []
-    for text in ("", '{"step": 5000, "ep'):
-        (tmp_path / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines) + text)
-        last = [line["step"] for line in read_last_metrics(tmp_path)]
-        assert last == [*range(5000 - len(last), 5000)] and 1000 < len(last) < 5000
-    found = [line["step"] for line in read_metrics(tmp_path, "val/loss") if "val/loss" in line]
-    assert found == [*range(0, 5000, 9)]
 
 
 def test_only_complete_lines_of_metrics_count(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ SMALL = ("model=mlp", "model.hidden=[16]", "data.sample_shape=[1,8,8]", "batch_s
 
 def write_lock(directory: Path, number: int = 1) -> Path:
     """Write the lock file of an owner on another machine."""
-    owner = {"number": number, "host": "elsewhere", "user": "me", "pid": 7, "started": "then", "machine": "another"}
+    owner = {"number": number, "hosts": ["elsewhere"], "user": "me", "pid": 7, "started": "then", "machine": "another"}
     path = directory / f"holder-{number}.json"
     path.write_text(json.dumps(owner))
     return path
@@ -103,7 +103,7 @@ def test_an_owner_on_another_machine_is_alive_while_it_touches_its_file(
     mine = lock_directory(tmp_path)  # the file is not touched any more
     assert mine.path.name == "holder-2.json"
     (killed,) = read_attempts(tmp_path)
-    assert (killed.number, killed.host, killed.state) == (1, "elsewhere", "killed")
+    assert (killed.number, killed.hosts, killed.state) == (1, ["elsewhere"], "killed")
     mine.release()
     os.utime(write_lock(tmp_path, 3), (1, 1))
     lock_directory(tmp_path).release()  # immediately: the file is old

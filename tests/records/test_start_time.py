@@ -11,7 +11,7 @@ import pytest
 from many_runs import SMALL, make_run, make_sweep
 
 import runner
-from runner.records.records import newest_record
+from runner.records.finding import newest_record
 from runner.records.start_time import in_order, started_at
 
 

@@ -14,11 +14,11 @@ from runner.distributed.backend import Backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.world import World
 from runner.input.source import Source
+from runner.records.compared_runs import Trial, read_trial
 from runner.records.ledger import write_lines
 from runner.records.loggers.contract import RunOutcome
 from runner.records.loggers.images import draw_confusion, draw_samples, is_image
 from runner.records.loggers.tensorboard import TensorBoard
-from runner.records.records import Trial, read_trial
 from runner.training.metrics.confusion import Predictions
 
 SMALL = ("model=mlp", "model.hidden=[16]", "data.sample_shape=[1,8,8]", "precision=fp64", "logger=tensorboard")

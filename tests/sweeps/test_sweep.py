@@ -20,9 +20,7 @@ from custom_files import write_files
 from worlds import jobs_of, only_run
 
 from runner.records.ledger import JobRecord, read_ledger
-from runner.records.records import RunRecord
-from runner.records.result import write_result
-from runner.sweeps.jobs import Job
+from runner.records.run_record import RunRecord
 from runner.sweeps.run_sweep import job_table, print_summary
 from runner.sweeps.slot_process import confine
 from runner.sweeps.slots import RunningJob, _record_outcome
@@ -273,14 +271,12 @@ def test_a_failure_on_one_rank_fails_only_its_job(commands: Commands, custom: Pa
 @pytest.mark.fault("a job in a slot that calls os._exit(0)", outcome="refused")
 def test_a_job_in_a_slot_that_exits_before_its_run_ends_has_failed(tmp_path: Path) -> None:
     states: list[tuple[str, str]] = []
-    sweep: Any = SimpleNamespace(
-        path=lambda job: tmp_path, write_state=lambda job, state, error: states.append((state, error))
-    )
-    write_result(tmp_path, {"state": "running"})
+    sweep: Any = SimpleNamespace(write_state=lambda job, state, error: states.append((state, error)))
+    RunRecord(tmp_path).save()
     process = subprocess.Popen(["true"], stdin=subprocess.PIPE)
     process.wait(60)
     with tempfile.TemporaryFile() as stderr:
-        _record_outcome(sweep, RunningJob(Job(0, "0", []), [0], process, stderr), stopped=False)
+        _record_outcome(sweep, RunningJob(JobRecord(0, "0", [], tmp_path), [0], process, stderr), stopped=False)
     assert states == [("failed", "exit status 0")]
 
 
@@ -369,6 +365,6 @@ def test_slots_are_refused_inside_a_world(
 
 def test_the_table_of_jobs_shows_brackets_in_errors(tmp_path: Path) -> None:
     error = "Traceback\nRuntimeError: [/__w/gloo/pair.cc:547] Timed out [optimizer.lr]"
-    lines = job_table([RunRecord(tmp_path, "0-seed-0", "failed", error=error)]).splitlines()
+    lines = job_table([RunRecord(tmp_path / "0-seed-0", "failed", error=error)]).splitlines()
     assert lines[1].split(maxsplit=2)[:2] == ["0-seed-0", "failed"]
     assert lines[1].rstrip().endswith("RuntimeError: [/__w/gloo/pair.cc:547] Timed out [optimizer.lr]")

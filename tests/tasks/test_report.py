@@ -14,8 +14,8 @@ import yaml
 from commands import Commands
 
 from runner.errors import InputError
+from runner.records.compared_runs import read_jobs, read_trial
 from runner.records.ledger import write_lines, write_state
-from runner.records.records import read_jobs, read_trial
 from runner.records.report.render import as_text, closing, command_of
 from runner.records.report.statistics import Summary, mean_of, summarize
 
@@ -75,7 +75,7 @@ def test_jobs_that_differ_only_in_the_seed_are_one_row_and_the_best_row_comes_fi
     assert str(summary.rows[1].means["val/accuracy"]) == "0.6000 ± 0.1414"
     effects = {value: mean.value for value, mean in summary.effects["optimizer.lr"]}
     assert effects == {"0.1": pytest.approx(0.6), "0.2": pytest.approx(0.9)}
-    assert [(job.state, job.error.strip().splitlines()[-1:]) for job in summary.unfinished] == [
+    assert [(job.state, (job.error or "").strip().splitlines()[-1:]) for job in summary.unfinished] == [
         ("failed", ["ArithmeticError: lost"]),
         ("refused", ["optimizer.lr=0.3 is odd"]),
         ("waiting", []),

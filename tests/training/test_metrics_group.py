@@ -9,7 +9,7 @@ import pytest
 from mode_cases import tier
 from worlds import run
 
-from runner.records.records import read_jobs
+from runner.records.compared_runs import read_jobs
 
 pytestmark = pytest.mark.skipif(find_spec("torchmetrics") is None, reason="needs the extra metrics")
 
@@ -124,8 +124,9 @@ def test_selected_metrics_are_recorded(
     assert here("--config-dir", "mine", *TOY, *words) == 0
     (made,) = (mine / "outputs" / "run").iterdir()
     (job,) = read_jobs(made, "run")
-    assert job.metrics.keys() - {"samples_per_second", "seconds"} == {"train/loss", "val/loss", *metrics}
-    assert job.monitor is not None and (job.monitor.name, job.monitor.direction) == monitor
+    assert job.measured.keys() - {"samples_per_second", "seconds"} == {"train/loss", "val/loss", *metrics}
+    assert job.measured_monitor is not None
+    assert (job.measured_monitor.name, job.measured_monitor.direction) == monitor
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The processes of a job's ranks, and the state of those on this rank's machine."""
 
 import json
+import socket
 
 from runner.distributed.environment import RankInfo
 from runner.distributed.failures.heartbeat import Heartbeat, RankProcess, state_of
@@ -26,13 +27,23 @@ class LocalRanks:
 
     def discover(self) -> None:
         """Read the processes of all ranks. All ranks must have called `publish`."""
-        own, store = self.own, self._store.job
-        if own is None or store is None:
+        own, self.all = self.own, dict(enumerate(self._read()))
+        if own is None:
             return
-        texts = store.multi_get([f"rank/{rank}" for rank in range(self._rank_info.world_size)])
-        self.all = {rank: RankProcess(*json.loads(text)) for rank, text in enumerate(texts)}
         others = [process for process in self.all.values() if process.machine == own.machine and process != own]
         self.others = {process.rank: process for process in others}
+
+    def hosts(self) -> list[str]:
+        """Return the names of the machines, in the order of their ranks. All ranks must have called `publish`."""
+        processes = self._read()
+        return list(dict.fromkeys(process.host for process in processes)) or [socket.gethostname()]
+
+    def _read(self) -> list[RankProcess]:
+        """Return the processes of all ranks from the store; none in a world of one rank."""
+        if (store := self._store.job) is None:
+            return []
+        texts = store.multi_get([f"rank/{rank}" for rank in range(self._rank_info.world_size)])
+        return [RankProcess(*json.loads(text)) for text in texts]
 
     def exited(self) -> list[int]:
         """Return the ranks on this machine whose processes have exited."""

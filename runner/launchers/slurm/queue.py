@@ -11,8 +11,8 @@ from typing import NoReturn
 
 from runner.distributed.failures.signals import INTERRUPTED, Stopped, interruptible
 from runner.errors import InputError, JobFailed
-from runner.records.result import read_result
 from runner.records.run_files import make_directory, read_bytes, write_atomically
+from runner.records.run_record import find_run
 
 JOB = Path("slurm") / "job"  # the file with the id of the directory's last job
 QUERY_TIMEOUT_S = 60.0
@@ -94,10 +94,9 @@ def follow(job: str, directory: Path, log: Path) -> dict[str, float]:
     except (KeyboardInterrupt, Stopped):
         leave_queued(job)
     state, status = _final_state(job)
-    result = read_result(directory) or {}
-    if state == "COMPLETED" and result.get("state") == "finished":
-        metrics: dict[str, float] = result["metrics"]
-        return metrics
+    run = find_run(directory)
+    if state == "COMPLETED" and run.state == "finished":
+        return run.metrics
     text = f"job {job} ended {state}, status {status}; its log is {log}"
     print(text, file=sys.stderr, flush=True)
     raise JobFailed(text, status or 1)

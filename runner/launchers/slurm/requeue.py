@@ -9,10 +9,9 @@ from pathlib import Path
 
 from runner.checkpoints.layout import list_checkpoints, step_of
 from runner.records.attempts import ATTEMPTS, KILLED, read_attempts
-from runner.records.ledger import DONE
-from runner.records.result import RESULT, read_result, write_result
 from runner.records.run_directory import CHECKPOINTS
 from runner.records.run_files import dumps, write_atomically
+from runner.records.run_record import DONE, RESULT, find_run
 
 STARTED = Path("slurm") / "started"  # the script touches it before each start
 STOPPED = Path("slurm") / "stopped"  # touched by an agent that received a signal, and removed before each start
@@ -43,9 +42,10 @@ def main() -> int:
 
 def _fail(directory: Path, error: str, status: int) -> int:
     print(error, flush=True)
-    result = read_result(directory) or {}
-    if result.get("state") not in DONE:  # a failed start does not change the outcome of a run that had finished
-        write_result(directory, {**result, "state": "failed", "error": error})
+    run = find_run(directory)
+    if run.state not in DONE:  # a failed start does not change the outcome of a run that had finished
+        run.state, run.error = "failed", error
+        run.save()
     return status or 1
 
 
@@ -55,7 +55,7 @@ def _state_of_this_start(directory: Path) -> str:
     states: dict[str | Path, str | None] = {
         # An attempt without a step leaves result.json unchanged.
         ATTEMPTS: attempts[-1] if attempts and attempts[-1] != KILLED else None,
-        RESULT: (read_result(directory) or {}).get("state"),
+        RESULT: run.state if (run := find_run(directory)).is_recorded else None,
         STARTED: "running",
     }
     recorded = [name for name, state in states.items() if state and (directory / name).exists()]

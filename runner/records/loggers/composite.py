@@ -4,8 +4,8 @@ import logging
 from collections.abc import Callable, Mapping
 
 from runner.errors import JobFailed
+from runner.records.compared_runs import Trial
 from runner.records.loggers.contract import Logger, Predictions, RunOutcome
-from runner.records.records import Trial
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import torch
 
-from runner.records.records import Trial
+from runner.records.compared_runs import Trial
 
 
 class Predictions(Protocol):

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from runner.records.compared_runs import Trial
 from runner.records.loggers.contract import Logger, RunOutcome
 from runner.records.loggers.dashboard import logged_metrics
-from runner.records.records import Trial
 from runner.records.run_files import without_links, write_atomically
 from runner.records.tables import csv_table
 

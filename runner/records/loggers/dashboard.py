@@ -7,9 +7,9 @@ from typing import Any
 from runner.records.ledger import is_sweep
 from runner.records.loggers.contract import Logger, Predictions
 from runner.records.loggers.images import draw_confusion
-from runner.records.result import read_result
-from runner.records.run_directory import CONFIG
 from runner.records.run_files import dumps, read_mapping, read_metrics, write_atomically
+from runner.records.run_record import find_run
+from runner.records.settings import CONFIG
 
 IDS = "loggers.json"
 CONFUSION = "val/confusion"
@@ -23,7 +23,7 @@ class RunFacts:
         self.sweep = directory.parent.name if is_sweep(directory.parent) else None
         self.outputs = directory.parents[2 if self.sweep else 1]  # the directory of all runs
         self.config = read_mapping(directory / CONFIG)
-        self.result = read_result(directory) or {}
+        self.result = find_run(directory).as_result()
         choices = ("model", "data", "parallel", "world_size")  # names that are not in the configuration
         self.choices = {key: self.result[key] for key in choices if key in self.result}
 

@@ -15,12 +15,12 @@ from urllib.parse import urlsplit
 
 from runner.errors import require_packages
 from runner.records.background import BackgroundThread
+from runner.records.compared_runs import Trial
 from runner.records.loggers.contract import Logger, Predictions, RunOutcome
 from runner.records.loggers.dashboard import History, RunFacts, read_ids, save_id
 from runner.records.loggers.images import draw_confusion
-from runner.records.records import Trial, to_text
 from runner.records.run_files import without_links
-from runner.records.settings import dotted
+from runner.records.settings import dotted, to_text
 
 STORE, ARTIFACTS, LOCK = "mlflow.db", "mlflow-artifacts", ".mlflow.lock"  # in the directory of all runs
 STATUS = {"finished": "FINISHED", "pruned": "FINISHED", "preempted": "KILLED", "failed": "FAILED"}

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from runner.records.compared_runs import Trial
 from runner.records.loggers.contract import Logger, Predictions, RunOutcome
 from runner.records.loggers.images import draw_confusion, draw_samples, is_image
-from runner.records.records import Trial
 from runner.records.tables import as_number
 
 # Charts of the tab "Custom Scalars", in addition to the charts of an evaluation's metrics.

@@ -6,9 +6,9 @@ import logging
 from pathlib import Path
 
 from runner.errors import require_packages
+from runner.records.compared_runs import Trial
 from runner.records.loggers.contract import RunOutcome
 from runner.records.loggers.dashboard import History, ProjectRun, RunFacts, read_ids, save_id
-from runner.records.records import Trial
 from runner.records.settings import dotted
 
 log = logging.getLogger(__name__)

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from runner.errors import require_packages
+from runner.records.compared_runs import Trial
 from runner.records.loggers.contract import RunOutcome
 from runner.records.loggers.dashboard import History, ProjectRun, RunFacts, read_ids, save_id
-from runner.records.records import Trial
 
 CLOSE_S = 120
 

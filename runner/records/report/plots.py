@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.records.monitor import LOSS
-from runner.records.report.statistics import Mean, Row, Summary
+from runner.records.report.statistics import Mean, ReportRow, Summary
 from runner.records.run_files import write_atomically
 from runner.records.tables import as_number
 
@@ -78,7 +78,7 @@ def _learning_curves(report: Summary) -> Any:
     return figure
 
 
-def _draw_band(panel: Any, row: Row, curves: list[dict[int, float]]) -> None:
+def _draw_band(panel: Any, row: ReportRow, curves: list[dict[int, float]]) -> None:
     """Draw the mean over the jobs of a row, and a band of one standard deviation."""
     steps = sorted(set.intersection(*map(set, curves))) if curves else []
     if not steps:

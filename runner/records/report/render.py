@@ -7,9 +7,10 @@ from typing import Any
 
 from runner.errors import printable
 from runner.records.attempts import error_line
+from runner.records.compared_runs import finished_runs
 from runner.records.monitor import LOSS, evaluation_metrics
-from runner.records.records import RunRecord, finished_jobs
-from runner.records.report.statistics import Mean, Row, Summary, summarize
+from runner.records.report.statistics import Mean, ReportRow, Summary, summarize
+from runner.records.run_record import RunRecord
 from runner.records.tables import Cells, csv_table, format_number, markdown_table, text_table, without_empty_columns
 
 SPEED = "samples_per_second"
@@ -33,10 +34,10 @@ def table(report: Summary) -> Cells:
     """Return the header and the rows, sorted from the best."""
     metrics = _metrics(report)
     cells = [[*(report.keys or ["run"]), *metrics, "n", "unfinished", "code"]]
-    has_codes = len({job.code for job in report.finished}) > 1
+    has_codes = len({job.code_hash for job in report.finished}) > 1
     for row in report.rows:
         numbers = [_describe(name, row.means[name]) if name in row.means else "" for name in metrics]
-        code = ", ".join(dict.fromkeys(job.code or "none" for job in row.finished)) if has_codes else ""
+        code = ", ".join(dict.fromkeys(job.code_hash or "none" for job in row.finished)) if has_codes else ""
         cells.append([*(row.values.values() or [row.name]), *numbers, str(len(row.finished)), _states(row), code])
     return without_empty_columns(cells)
 
@@ -56,7 +57,7 @@ def effects(report: Summary) -> Cells:
 def failures(report: Summary) -> Cells:
     """Return a table of the unfinished jobs, each with the line that names its error."""
     cells = [["job", "state", "why"]]
-    return cells + [[job.label, job.state, error_line(job.error) or ""] for job in report.unfinished]
+    return cells + [[job.label, job.state, error_line(job.error or "") or ""] for job in report.unfinished]
 
 
 def best(report: Summary) -> list[str]:
@@ -65,7 +66,7 @@ def best(report: Summary) -> list[str]:
     if row is None or report.metric is None:
         return []
     seeds = f" over {len(row.finished)} {_averaged(report.over)}" if len(row.finished) > 1 else ""
-    values = {job: job.metrics[report.metric] for job in row.finished if report.metric in job.metrics}
+    values = {job: job.measured[report.metric] for job in row.finished if report.metric in job.measured}
     job = (max if report.descending else min)(values, key=values.__getitem__)
     return [
         f"best {row.name}: {report.metric} {row.means[report.metric]}{seeds}",
@@ -92,7 +93,7 @@ def holes(report: Summary) -> list[str]:
 
 def closing(jobs: list[RunRecord]) -> str:
     """Return the comparison of a sweep's finished jobs, to print below its table of jobs; empty for fewer than two."""
-    if len(finished_jobs(jobs)) < 2:
+    if len(finished_runs(jobs)) < 2:
         return ""
     report = summarize(jobs)
     return as_text(dataclasses.replace(report, jobs=report.finished, rows=[row for row in report.rows if row.means]))
@@ -148,7 +149,7 @@ def _metrics(report: Summary) -> list[str]:
     return [name for name in names if name in known or name in chosen]
 
 
-def _states(row: Row) -> str:
+def _states(row: ReportRow) -> str:
     """Return the states of the unfinished jobs, each with the number of jobs."""
     states = [job.state for job in row.jobs if job.state != "finished"]
     return ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from runner.errors import InputError, did_you_mean
+from runner.records.compared_runs import finished_runs, varied_keys
 from runner.records.ledger import is_sweep
 from runner.records.monitor import BY_LOSS, Monitor
-from runner.records.records import RunRecord, finished_jobs, varied_keys
+from runner.records.run_record import RunRecord
 from runner.records.tables import as_number, format_number
 
 # Parts of metric names: such a metric is minimized, if no job monitors it.
@@ -40,7 +41,7 @@ class Mean:
 
 
 @dataclass(frozen=True)
-class Row:
+class ReportRow:
     """One configuration: jobs that differ only in the keys over which they are averaged."""
 
     values: dict[str, str]  # of the varied keys
@@ -49,7 +50,7 @@ class Row:
 
     @property
     def finished(self) -> list[RunRecord]:
-        return finished_jobs(self.jobs)
+        return finished_runs(self.jobs)
 
     @property
     def name(self) -> str:
@@ -64,7 +65,7 @@ class Summary:
     keys: list[str]  # the keys whose values vary, except those of `over`
     metric: str | None  # None if no job has finished with a metric
     descending: bool  # True if the largest value is the best
-    rows: list[Row]  # sorted from the best; rows without a value last
+    rows: list[ReportRow]  # sorted from the best; rows without a value last
     # By key, each value with the mean over the rows that have it.
     effects: dict[str, list[tuple[str, Mean]]] = field(default_factory=dict)
     monitors: list[Monitor] = field(default_factory=list)  # of the jobs; see monitors_of
@@ -73,14 +74,14 @@ class Summary:
     fill: list[str] = field(default_factory=list)  # the overrides with which the resumed sweep adds them
 
     @property
-    def best(self) -> Row | None:
+    def best(self) -> ReportRow | None:
         if not self.rows or self.metric is None or (mean := self.rows[0].means.get(self.metric)) is None:
             return None
         return self.rows[0] if math.isfinite(mean.value) else None  # non-finite values come last
 
     @property
     def finished(self) -> list[RunRecord]:
-        return finished_jobs(self.jobs)
+        return finished_runs(self.jobs)
 
     @property
     def unfinished(self) -> list[RunRecord]:
@@ -97,7 +98,7 @@ def summarize(
 
     over: the keys to average over. Raises InputError for a metric that no job has, or a key that does not vary.
     """
-    known = sorted({name for job in finished_jobs(jobs) for name in job.metrics})
+    known = sorted({name for job in finished_runs(jobs) for name in job.measured})
     if metric is not None and metric not in known:
         hint = did_you_mean(metric, known) or "; no job has finished with a metric"
         raise InputError(f"report.metric={metric}: no such metric{hint}")
@@ -115,7 +116,7 @@ def summarize(
         groups.setdefault(tuple(job.value(key) for key in keys), []).append(job)
     rows = [_row(dict(zip(keys, values, strict=True)), group) for values, group in groups.items()]
 
-    def order(row: Row) -> tuple[bool, float]:
+    def order(row: ReportRow) -> tuple[bool, float]:
         mean = row.means.get(metric or "")
         if mean is None or not math.isfinite(mean.value):
             return True, 0.0
@@ -145,11 +146,11 @@ def _holes(jobs: Sequence[RunRecord], varied: Sequence[str]) -> tuple[list[str],
 
 def monitors_of(jobs: Sequence[RunRecord]) -> list[Monitor]:
     """Return the monitors of the finished jobs, and val/loss, starting with the one that most jobs measured."""
-    finished = finished_jobs(jobs)
-    counts = Counter(job.monitor for job in finished if job.monitor is not None)
+    finished = finished_runs(jobs)
+    counts = Counter(job.measured_monitor for job in finished if job.measured_monitor is not None)
     if counts:
         counts[BY_LOSS] += 0
-    measured = {monitor: sum(monitor.name in job.metrics for job in finished) for monitor in counts}
+    measured = {monitor: sum(monitor.name in job.measured for job in finished) for monitor in counts}
     return sorted(counts, key=lambda monitor: (-measured[monitor], -counts[monitor]))
 
 
@@ -160,14 +161,14 @@ def mean_of(values: Sequence[float]) -> Mean:
     return Mean(mean, deviation, len(values))
 
 
-def _row(values: dict[str, str], jobs: list[RunRecord]) -> Row:
-    finished = finished_jobs(jobs)
-    names = sorted({name for job in finished for name in job.metrics})
-    means = {name: mean_of([job.metrics[name] for job in finished if name in job.metrics]) for name in names}
-    return Row(values, jobs, means)
+def _row(values: dict[str, str], jobs: list[RunRecord]) -> ReportRow:
+    finished = finished_runs(jobs)
+    names = sorted({name for job in finished for name in job.measured})
+    means = {name: mean_of([job.measured[name] for job in finished if name in job.measured]) for name in names}
+    return ReportRow(values, jobs, means)
 
 
-def _effect(rows: Sequence[Row], key: str, metric: str) -> list[tuple[str, Mean]]:
+def _effect(rows: Sequence[ReportRow], key: str, metric: str) -> list[tuple[str, Mean]]:
     """Return the mean of the rows' means for each value of the key; numbers are sorted."""
     by_value: dict[str, list[float]] = {}
     for row in rows:

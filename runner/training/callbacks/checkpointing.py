@@ -114,7 +114,7 @@ class Checkpointing(Callback):
         if self._directory.writes:
             self._record_best()
             saved = SavedState.open(path_of(self._directory.checkpoints, now.state))
-            self._directory.result.weights_sha256 = weights_sha256(saved.model())
+            self._directory.record.weights_sha256 = weights_sha256(saved.model())
 
     def _save(self, state: TrainState, is_last: bool = False) -> None:
         """Save a checkpoint, once per step, after the previous one is complete. All ranks must call it."""
@@ -129,7 +129,7 @@ class Checkpointing(Callback):
         self._saved_step, self._saved_at = state.step, time.monotonic()
         self._damaged.discard(state.step)
         local = self._callbacks.state(self._parallel_model.state())
-        local.facts["parallel"] = self._directory.result.parallel
+        local.facts["parallel"] = self._directory.record.parallel
         if self._directory.writes:
             self._flush()
         if self._options.asynchronous and not self._coordinator.synchronous:
@@ -186,4 +186,4 @@ class Checkpointing(Callback):
     def _record_best(self) -> None:
         """Record the best complete checkpoint in result.json."""
         complete = ({"step": s, "value": v} for s, v in self._best.items() if s != self._abandoned_step)
-        self._directory.result.best = next(complete, None)
+        self._directory.record.best = next(complete, None)

@@ -3,9 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from runner.records.compared_runs import read_trial
 from runner.records.loggers.contract import Logger, RunOutcome
-from runner.records.records import read_trial
-from runner.records.run_directory import CONFIG, RunDirectory
+from runner.records.run_directory import RunDirectory
+from runner.records.settings import CONFIG
 from runner.training.callbacks.contract import Callback, Outcome, Progress, RunInfo
 from runner.training.throughput import ThroughputMeter
 
@@ -34,7 +35,7 @@ class MetricLog(Callback):
         self._log(replace(now, metrics={name: float(value) for name, value in metrics.items()}))
 
     def after_step(self, now: Progress) -> None:
-        self._directory.result.step, self._directory.result.epoch = now.state.step, now.state.epoch
+        self._directory.record.step, self._directory.record.epoch = now.state.step, now.state.epoch
         if now.metrics:
             self._log(now)
 
@@ -45,7 +46,7 @@ class MetricLog(Callback):
 
     def on_end(self, now: Progress, outcome: Outcome) -> None:
         if outcome == "finished":
-            self._directory.result.samples_per_second = self._meter.samples_per_second
+            self._directory.record.samples_per_second = self._meter.samples_per_second
         if self._is_open:
             self._logger.close(RunOutcome(outcome))
 
