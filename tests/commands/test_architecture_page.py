@@ -8,19 +8,7 @@ from commands import Commands
 from pages import Page, finish
 
 PAGE = Page("architecture.md")
-KINDS = {
-    "model",
-    "data",
-    "loss",
-    "objective",
-    "scheduler",
-    "metrics",
-    "callbacks",
-    "parallel",
-    "launcher",
-    "task",
-    "logger",
-}
+KINDS = {"model", "scheduler", "callbacks", "parallel", "launcher", "task", "logger"}  # the others are on other pages
 
 pytestmark = pytest.mark.thorough
 
@@ -46,6 +34,5 @@ def test_the_command_runs(line: str, mine: Path, commands: Commands) -> None:
     if "parallel=pipeline" in line:
         assert re.search(r"pipeline rank 1: stages 1 of 2, \d+\.\d% of the parameters", done.stdout), done.stdout
     newest = max((mine.parent / "outputs" / "run").iterdir(), key=lambda path: path.stat().st_mtime)
-    for name, made in (("plot", "loss.png"), ("csv_file", "scalars.csv")):
-        if any(name in word.partition("=")[2].strip("[]'").split(",") for word in line.split()):
-            assert (newest / made).stat().st_size > 0
+    if "csv_file" in line:
+        assert (newest / "scalars.csv").stat().st_size > 0

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mode_cases import tier
-from pages import Page
 from parity import COMMON, assert_equal
 from torch import Tensor
 from worlds import Run, build_experiment, configure, run
@@ -186,14 +185,29 @@ def test_random_numbers_and_batch_norm_do_not_count_as_a_comparison_of_samples()
         assert not build_experiment(*NET, f"model.batch_norm={tracks}").warnings
 
 
+class Mixup(Objective):
+    """Zhang et al., "mixup: Beyond Empirical Risk Minimization", 2018. The partner of a sample may be on another rank."""
+
+    gathers = True
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        inputs, targets = batch
+        fraction = torch.distributions.Beta(0.2, 0.2).sample().item() if model.training else 1.0
+        outputs = model(fraction * inputs + (1 - fraction) * self.partners(inputs))
+        losses = [F.cross_entropy(outputs, each, reduction="sum") for each in (targets, self.partners(targets))]
+        return fraction * losses[0] + (1 - fraction) * losses[1], len(targets)
+
+    def partners(self, rows: Tensor) -> Tensor:
+        """Return the partner of each local row: the rows of all ranks in reverse order."""
+        of_all_ranks, first = self.gather(rows)
+        return of_all_ranks.flip(0)[first : first + len(rows)]
+
+
 @pytest.mark.parametrize("size", [2, 3])
-def test_the_mixup_of_the_architecture_page_equals_one_process(
+def test_mixup_with_gathered_partners_equals_one_process(
     size: int, one_process: Callable[..., Run], tmp_path: Path
 ) -> None:
-    (tmp_path / "mine").mkdir()
-    mine = Page("architecture.md").write(tmp_path)
-    options = (f"--config-dir={mine}", "objective=mixup", *DIGITS)
-    assert_equal(run(tmp_path, size, *options, "parallel=ddp"), run(tmp_path / "one", 1, *options))
+    assert_equal(run(tmp_path, size, *of(Mixup, "parallel=ddp")), one_process(*of(Mixup)))
 
 
 @pytest.mark.parametrize(
