@@ -186,7 +186,7 @@ def test_random_numbers_and_batch_norm_do_not_count_as_a_comparison_of_samples()
 
 
 class Mixup(Objective):
-    """Zhang et al., "mixup: Beyond Empirical Risk Minimization", 2018. The partner of a sample may be on another rank."""
+    """Zhang et al., "mixup", 2018. The partner of a sample may be on another rank."""
 
     gathers = True
 
