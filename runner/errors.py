@@ -19,7 +19,7 @@ _STDLIB = sysconfig.get_path("stdlib")
 PACKAGE_DIRECTORIES = ("site-packages", "dist-packages")
 # Control characters, by which a text can change the terminal, and those that change the direction of writing.
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-_RUNNER = f"{Path(__file__).parent}/"
+_RUNNER = tuple(f"{Path(__file__).parents[1] / name}/" for name in ("runner", "hydra_plugins/runner"))
 
 
 class InputError(ValueError):
@@ -125,9 +125,15 @@ def user_line(error: BaseException) -> str | None:
 
 
 def calling_line() -> str:
-    """Return `FILE:LINE` of the innermost caller in user code; `a library` if there is none."""
+    """Return `FILE:LINE` of the innermost caller in user code, or else in a library of models; `torch` for others."""
     positions = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None)]
-    return next((f"{file}:{line}" for file, line in positions if is_user_code(file)), "a library")
+    own = [f"{file}:{line}" for file, line in positions if is_user_code(file)]
+    of_models = [
+        f"{file}:{line}"
+        for file, line in positions
+        if _is_installed(file) and "-packages/torch/" not in file and not file.startswith(_RUNNER)
+    ]
+    return next(iter(own + of_models), "torch")
 
 
 def describe_full_disk(error: BaseException) -> str | None:
@@ -141,8 +147,11 @@ def describe_full_disk(error: BaseException) -> str | None:
 
 def is_user_code(file: str) -> bool:
     """Return True if the file is neither the runner's nor a library's."""
-    is_library = any(f"/{name}/" in file for name in PACKAGE_DIRECTORIES)
-    return not is_library and not file.startswith((_RUNNER, _STDLIB, "<frozen"))
+    return not _is_installed(file) and not file.startswith((*_RUNNER, _STDLIB, "<frozen"))
+
+
+def _is_installed(file: str) -> bool:
+    return any(f"/{name}/" in file for name in PACKAGE_DIRECTORIES)
 
 
 def failed_with(error: BaseException) -> str:
