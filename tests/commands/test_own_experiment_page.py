@@ -71,17 +71,6 @@ def test_the_modes_have_the_same_numbers(mine: Path) -> None:
         assert_equal(other, expected)
 
 
-def test_on_policy_data_has_the_same_numbers_on_two_ranks(mine: Path) -> None:
-    chosen = (f"hydra.searchpath=['file://{mine}']", "model=actor", "data=random", "objective=pursuit")
-    small = ("data.num_train=98", "data.num_val=9", "objective.size=64", "batch_size=13", "max_steps=12", "logger=none")
-    one, two = (
-        run(mine.parent / mode, ranks, *chosen, *small, f"parallel={mode}", "precision=fp64")
-        for mode, ranks in (("none", 1), ("ddp", 2))
-    )
-    assert_equal(two, one)
-    assert one.weights["objective.count"] == 98 + 4 * 13 and one.weights["objective.memory"].all()
-
-
 @pytest.mark.thorough
 def test_the_custom_loss_equals_cross_entropy(mine: Path) -> None:
     assert_equal(train(mine, "ddp", "loss=padded"), train(mine, "none"))
