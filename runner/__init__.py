@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from runner.training.callbacks.contract import Callback as Callback, Progress as Progress, RunInfo as RunInfo
     from runner.training.metrics.contract import Metric as Metric, Rows as Rows
     from runner.training.mode import Axes as Axes, Parallel as Parallel
+    from runner.training.refusal import Refusal as Refusal
     from runner.training.restore import restore_evaluated as restore_evaluated
 
 _MODULES = {
@@ -43,6 +44,7 @@ _MODULES = {
     **dict.fromkeys(("Metric", "Rows"), "runner.training.metrics.contract"),
     **dict.fromkeys(("Objective", "Prediction"), "runner.objectives.objective"),
     **dict.fromkeys(("Axes", "Parallel"), "runner.training.mode"),
+    "Refusal": "runner.training.refusal",
     "Replica": "runner.parallel.replica",
     "prepare_loss_groups": "runner.parallel.loss_groups",
     **dict.fromkeys(("Launcher", "Queue"), "runner.launchers.contract"),

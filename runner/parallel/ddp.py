@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from runner.config.schema import Config
 from runner.distributed.collectives import sum_over
 from runner.distributed.local.exchange import exchange_of
 from runner.distributed.sync_batch_norm import keeps_all_buffers
@@ -23,6 +22,7 @@ from runner.parallel.imagined_buckets import ImaginedBuckets
 from runner.parallel.loss_groups import prepare_loss_groups
 from runner.parallel.replica import Replica
 from runner.training.mode import Parallel, ParallelModel, Recipe
+from runner.training.refusal import Refusal
 
 # torch 2.15 renames the option and deprecates the old name.
 _PARAMETERS = inspect.signature(DistributedDataParallel).parameters
@@ -35,6 +35,9 @@ class DDP(Parallel):
     needs_group = True
     spans_devices = True
     supported_objectives = "several_losses"
+    refusals = (
+        Refusal("replay_every_steps", "{setting} needs parallel.static_graph=false", given="static_graph=true"),
+    )
 
     def __init__(
         self,
@@ -56,11 +59,6 @@ class DDP(Parallel):
             "gradient_as_bucket_view": gradient_as_bucket_view,
             _BROADCAST: broadcast_buffers,
         }
-
-    def check(self, config: Config, module: nn.Module) -> list[str]:
-        if (every := config.replay_every_steps) and self.static_graph:
-            return [f"replay_every_steps={every} needs parallel.static_graph=false"]
-        return []
 
     def prepare(self, recipe: Recipe, world: World) -> ParallelModel:
         return prepare_loss_groups(recipe, lambda loss_group: self._prepare_group(recipe, loss_group, world))

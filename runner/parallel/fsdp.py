@@ -24,6 +24,7 @@ from runner.parallel.parameter_update import sum_gradients
 from runner.parallel.replica import Replica
 from runner.training.mode import Axes, Parallel, ParallelModel, Recipe, check_divides
 from runner.training.model.submodules import called_modules, divided, offered, stages_or_children, whole_modules
+from runner.training.refusal import Refusal
 
 
 class FSDP(Parallel):
@@ -36,6 +37,15 @@ class FSDP(Parallel):
     shards_matrices = True
     supported_objectives = "several_losses"
     fails_at_once = False
+    refusals = (
+        Refusal(
+            "precision",
+            "parallel.mixed_precision=true computes in bfloat16",
+            "try precision=bf16",
+            values=("fp64", "fp32", "fp16"),
+            given="mixed_precision=true",
+        ),
+    )
 
     def __init__(
         self,
@@ -52,8 +62,6 @@ class FSDP(Parallel):
         return Axes(replicate=self.replicate, shard=world_size // self.replicate)
 
     def check(self, config: Config, module: nn.Module) -> list[str]:
-        if self.mixed_precision and config.precision != "bf16":
-            return ["parallel.mixed_precision=true computes in bfloat16; try precision=bf16"]
         return check_sparse(module)
 
     def prepare(self, recipe: Recipe, world: World) -> ParallelModel:

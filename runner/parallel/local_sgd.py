@@ -12,7 +12,6 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from runner.checkpoints.saved_state import MODEL, LocalState, SavedState
 from runner.checkpoints.shard_file import LocalChunk
-from runner.config.schema import Config
 from runner.distributed.collectives import max_over
 from runner.distributed.sync_batch_norm import is_batch_norm, use_group
 from runner.distributed.world import World
@@ -23,6 +22,9 @@ from runner.parallel.optimizer_state import optimizer_state
 from runner.parallel.parameter_update import sum_gradients
 from runner.parallel.replica import Replica
 from runner.training.mode import Parallel, Recipe
+from runner.training.refusal import Refusal
+
+_REASON = "{setting}: under parallel=local_sgd the ranks do not communicate in each step"
 
 
 class LocalSGD(Parallel):
@@ -32,6 +34,16 @@ class LocalSGD(Parallel):
     average and the new one is the gradient of an outer SGD. Its numbers differ from those of parallel=none, except with
     every=1, SGD without momentum and no BatchNorm.
     """
+
+    refusals = (
+        Refusal("ema.decay", _REASON, "try ema.decay=null"),
+        Refusal("on_nonfinite", _REASON, "try on_nonfinite=stop", values=("skip",)),
+        Refusal("loss_spike", _REASON, "try loss_spike=null"),
+        Refusal("replay_every_steps", _REASON, "try replay_every_steps=null, or use ddp"),
+        Refusal(
+            "sync_batchnorm", _REASON, "try sync_batchnorm=auto, which averages the running statistics", values=(True,)
+        ),
+    )
 
     def __init__(
         self,
@@ -52,21 +64,6 @@ class LocalSGD(Parallel):
         self.round_steps = every
         self.warmup_steps = warmup_steps
         self.outer = {"lr": outer_lr, "momentum": outer_momentum, "nesterov": nesterov}
-
-    def check(self, config: Config, module: nn.Module) -> list[str]:
-        rules = [
-            (config.ema.decay is not None, f"ema.decay={config.ema.decay}", "null"),
-            (config.on_nonfinite == "skip", "on_nonfinite=skip", "stop"),
-            (config.loss_spike is not None, f"loss_spike={config.loss_spike}", "null"),
-            (bool(config.replay_every_steps), f"replay_every_steps={config.replay_every_steps}", "null, or use ddp"),
-            (config.sync_batchnorm is True, "sync_batchnorm=true", "auto, which averages the running statistics"),
-        ]
-        return [
-            f"{setting}: under parallel=local_sgd the ranks do not communicate in each step; "
-            f"try {setting.partition('=')[0]}={fix}"
-            for is_broken, setting, fix in rules
-            if is_broken
-        ]
 
     def prepare(self, recipe: Recipe, world: World) -> "LocalReplica":
         if world.world_size > 1:

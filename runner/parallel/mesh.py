@@ -23,6 +23,10 @@ class Mesh(Parallel):
 
     needs_group = True
     fails_at_once = False
+    refusals = (
+        *(each.of_axis("parallel=pipeline", "parallel.stage=N") for each in Pipeline.refusals),
+        *(each.of_axis("parallel=tp", "parallel.tensor=N") for each in TP.refusals),
+    )
 
     def __init__(
         self,
@@ -40,10 +44,10 @@ class Mesh(Parallel):
         if len(free) > 1:
             keys = " and ".join(f"parallel.{axis}=null" for axis in free)
             raise ValueError(f"{keys}: only one axis can be computed; try parallel.{free[-1]}=1")
-        self._pipeline = Pipeline(None, schedule, micro_batches, virtual_stages, balance)
-        options, defaults = vars(self._pipeline), vars(Pipeline())
+        self.pipeline = Pipeline(None, schedule, micro_batches, virtual_stages, balance)
+        options, defaults = vars(self.pipeline), vars(Pipeline())
         self._changed = [f"parallel.{key}={value}" for key, value in options.items() if value != defaults[key]]
-        self._declare(Axes(**{axis: size or 1 for axis, size in self._sizes.items()}))
+        self.declare(Axes(**{axis: size or 1 for axis, size in self._sizes.items()}))
 
     def axes(self, world_size: int) -> Axes:
         sizes = {axis: size for axis, size in self._sizes.items() if size is not None}
@@ -60,38 +64,41 @@ class Mesh(Parallel):
             )
         axes = Axes(**{axis: sizes.get(axis, world_size // product) for axis in self._sizes})
         if axes.stage > 1:
-            return replace(axes, micro_batches=self._pipeline.as_axis(axes.stage).axes(world_size).micro_batches)
+            return replace(axes, micro_batches=self.pipeline.as_axis(axes.stage).axes(world_size).micro_batches)
         if self._changed:
             raise ValueError(f"{self._changed[0]} has no effect without a pipeline; try parallel.stage=2")
         return axes
 
     def at(self, world_size: int) -> Self:
         mode = super().at(world_size)
-        mode._pipeline = self._pipeline.as_axis(mode.resolved_axes.stage)
-        mode._declare(mode.resolved_axes)
+        mode.pipeline = self.pipeline.as_axis(mode.resolved_axes.stage)
+        mode.declare(mode.resolved_axes)
         return mode
 
-    def _declare(self, axes: Axes) -> None:
+    def declare(self, axes: Axes) -> None:
         """Set the attributes of a mode with these axes, which determine what it supports."""
         kind = Pipeline if axes.stage > 1 else TP if axes.tensor > 1 else FSDP if axes.shard > 1 else AllReduce
         self.meta_init, self.supported_objectives = axes.stage > 1 or axes.shard > 1, kind.supported_objectives
         self.shards_matrices, self.splits_parameters = axes.shard > 1 or axes.tensor > 1, axes.stage > 1
+        of_stages = [each.of_axis("parallel=pipeline", f"parallel.stage={axes.stage}") for each in Pipeline.refusals]
+        of_layers = [each.of_axis("parallel=tp", f"parallel.tensor={axes.tensor}") for each in TP.refusals]
+        self.refusals = (*(of_stages if axes.stage > 1 else ()), *(of_layers if axes.tensor > 1 else ()))
 
     def check(self, config: Config, module: nn.Module) -> list[str]:
         axes, messages = self.resolved_axes, list[str]()
         if axes.stage > 1:
-            messages += self._pipeline.check(config, module)
+            messages += self.pipeline.check(config, module)
         if axes.tensor > 1:
             messages += check_layers(config, module, f"parallel.tensor={axes.tensor}", axes)
         if axes.shard > 1:
             messages += check_sparse(module)
-            if axes.stage > 1 and self._pipeline.virtual_stages > 1 and not messages:
+            if axes.stage > 1 and self.pipeline.virtual_stages > 1 and not messages:
                 messages += self._check_ties(module)
         return messages
 
     def fit(self, module: nn.Module) -> Self:
         if self.resolved_axes.stage > 1:
-            self._pipeline.at(self.resolved_axes.size).fit(module)  # raises ValueError for too many stages
+            self.pipeline.at(self.resolved_axes.size).fit(module)  # raises ValueError for too many stages
         return self
 
     def _check_ties(self, module: nn.Module) -> list[str]:
@@ -111,7 +118,7 @@ class Mesh(Parallel):
         if axes.stage > 1 or axes.tensor > 1:
             mesh = make_mesh(world.device, **{axis: size for axis, size in sizes.items() if size > 1})
             if axes.stage > 1:
-                return self._pipeline.prepare_stages(recipe, world, mesh)
+                return self.pipeline.prepare_stages(recipe, world, mesh)
             return prepare_layers(recipe, world, mesh)
         single = FSDP(axes.replicate) if axes.shard > 1 else AllReduce()
         return single.at(axes.size).prepare(recipe, world)

@@ -25,6 +25,7 @@ from runner.parallel.parameter_update import flatten_gradients, weight_factor
 from runner.parallel.replica import Replica
 from runner.training.mode import Axes, Parallel, ParallelModel, Recipe
 from runner.training.model.submodules import attached_loss
+from runner.training.refusal import Refusal
 
 
 class ParameterServer(Parallel):
@@ -37,6 +38,42 @@ class ParameterServer(Parallel):
 
     needs_group = True
     fails_at_once = False
+    refusals = (
+        Refusal("precision", "{setting}: parallel=ps has no loss scale that ranks share", "try bf16", values=("fp16",)),
+        Refusal(
+            "clip_grad_norm",
+            "{setting}: parallel.updates=async has no whole gradient",
+            "try sync",
+            given="updates=async",
+        ),
+        Refusal(
+            "on_nonfinite",
+            "{setting}: parallel.updates=async applies gradients at once",
+            "try stop",
+            values=("skip",),
+            given="updates=async",
+        ),
+        Refusal("replay_every_steps", "{setting} needs updates=sync and forward=local", given="updates=async"),
+        Refusal("replay_every_steps", "{setting} needs updates=sync and forward=local", given="forward=remote"),
+        Refusal(
+            "on_nonfinite",
+            "{setting}: parallel.forward=remote has no gradients on trainers",
+            "try stop",
+            values=("skip",),
+            given="forward=remote",
+        ),
+        Refusal(
+            "compile",
+            "{setting}: parallel.forward=remote replaces the model's weights at each call",
+            values=(True,),
+            given="forward=remote",
+        ),
+        Refusal(
+            "activation_checkpointing",
+            "parallel.forward=remote: activation_checkpointing may use other weights in backward",
+            given="forward=remote",
+        ),
+    )
 
     def __init__(
         self,
@@ -57,25 +94,12 @@ class ParameterServer(Parallel):
         return Axes(replicate=world_size - 1, servers=1)
 
     def check(self, config: Config, module: nn.Module) -> list[str]:
-        is_async, is_remote = self.is_async, self.is_remote
-        clip, skips = config.clip_grad_norm, config.on_nonfinite == "skip"
-        every = config.replay_every_steps
-        recomputes = config.activation_checkpointing != "none"
-        rules = [
-            (config.precision == "fp16", "precision=fp16: parallel=ps has no loss scale that ranks share; try bf16"),
-            (is_async and clip, f"clip_grad_norm={clip}: parallel.updates=async has no whole gradient; try sync"),
-            (is_async and skips, "on_nonfinite=skip: parallel.updates=async applies gradients at once; try stop"),
-            ((is_async or is_remote) and every, f"replay_every_steps={every} needs updates=sync and forward=local"),
-            (is_remote and skips, "on_nonfinite=skip: parallel.forward=remote has no gradients on trainers; try stop"),
-        ]
-        if is_remote:
-            rules += [
-                (has_batch_norm(module), "parallel.forward=remote: BatchNorm would see only one trainer's samples"),
-                (attached_loss(module) is not None, "parallel.forward=remote: no rank would update the loss"),
-                (config.compile, "compile=true: parallel.forward=remote replaces the model's weights at each call"),
-                (recomputes, "parallel.forward=remote: activation_checkpointing may use other weights in backward"),
-            ]
-        return [message for is_broken, message in rules if is_broken]
+        messages = []
+        if self.is_remote and has_batch_norm(module):
+            messages.append("parallel.forward=remote: BatchNorm would see only one trainer's samples")
+        if self.is_remote and attached_loss(module) is not None:
+            messages.append("parallel.forward=remote: no rank would update the loss")
+        return messages
 
     def prepare(self, recipe: Recipe, world: World) -> ParallelModel:
         if not self.allow_network and world.rank_info.local_world_size < world.world_size:

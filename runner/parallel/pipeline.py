@@ -35,6 +35,7 @@ from runner.parallel.tp import shard_layers
 from runner.training.mode import Axes, Parallel, Recipe, check_divides
 from runner.training.model.deferred_init import probe
 from runner.training.model.submodules import attached_loss, offered
+from runner.training.refusal import Refusal
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,20 @@ class Pipeline(Parallel):
     supported_objectives = "supervised"
     fails_at_once = False
     mode, stages_key = "parallel=pipeline", "parallel.stages"  # as in messages
+    refusals = (
+        Refusal(
+            "precision",
+            "{setting}: parallel=pipeline has no gradient scaler over stages",
+            "try precision=bf16",
+            values=("fp16",),
+        ),
+        Refusal(
+            "compile",
+            "{setting} compiles a whole model, which no rank of parallel=pipeline has",
+            "set it false",
+            values=(True,),
+        ),
+    )
 
     def __init__(
         self,
@@ -132,10 +147,6 @@ class Pipeline(Parallel):
         messages = []
         if offered(module, "place", []):
             messages.append(f"{self.mode} does not support a model that is spread over devices; try parallel=ddp")
-        if config.precision == "fp16":
-            messages.append(f"precision=fp16: {self.mode} has no gradient scaler over stages; try precision=bf16")
-        if config.compile:
-            messages.append(f"compile=true compiles a whole model, which no rank of {self.mode} has; set it false")
         units = trainable_units(module.stages())  # type: ignore[operator]
         names = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
         if (loss := attached_loss(module)) is not None:

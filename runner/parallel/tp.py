@@ -23,6 +23,7 @@ from runner.training.draws.following import Draws
 from runner.training.mode import Axes, Parallel, Recipe, check_divides
 from runner.training.model.activation_checkpointing import Extent, blocks_to_checkpoint
 from runner.training.model.submodules import offered
+from runner.training.refusal import Refusal
 
 Plan = dict[str, str]  # see models/__init__.py
 
@@ -33,6 +34,10 @@ class TP(Parallel):
     needs_group = True
     shards_matrices = True
     fails_at_once = False
+    refusals = (
+        # The scaler unscales all gradients in one operator, which does not accept plain tensors and DTensors.
+        Refusal("precision", "{setting} does not work with parallel=tp", "try precision=bf16", values=("fp16",)),
+    )
 
     def __init__(self, tensor: int | None = None, rest: Literal["average", "fsdp"] = "average"):
         self.tensor, self.rest, self.meta_init = tensor, rest, rest == "fsdp"
@@ -90,9 +95,6 @@ def check_layers(config: Config, module: nn.Module, mode: str, axes: Axes) -> li
     """Return a message if the model's layers cannot be sharded along the axis tensor. mode: as in a message."""
     if not offered(module, "tensor_plan"):
         return [f"{mode} needs a model with tensor_plan(); try parallel=fsdp"]
-    if config.precision == "fp16":
-        # The scaler unscales all gradients in one operator, which does not accept plain tensors and DTensors.
-        return [f"precision=fp16 does not work with {mode}; try precision=bf16"]
     plan: Plan = module.tensor_plan()  # type: ignore[operator]
     if messages := _check_plan(module, plan, axes.tensor, axes.size):
         return messages

@@ -18,6 +18,7 @@ from runner.input.batch import MicroBatch, StepBatch
 from runner.objectives.objective import Objective, Prediction
 from runner.optimization.precision import Precision
 from runner.training.draws.following import Draws
+from runner.training.refusal import Refusal, find_refused
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,7 @@ class Parallel(ABC):
     `prepare` is called on the result.
 
     Attributes:
+        refusals: The options of the configuration that do not work in this mode with any model.
         resolved_axes: The mesh, known after `at` and final after `fit`.
         needs_group: A process group is also needed in a world of one.
         meta_init: The model is built on the meta device; `prepare` calls `Recipe.materialize`.
@@ -143,6 +145,7 @@ class Parallel(ABC):
             False if mesh groups or RPC make them wait for it until `backend.timeout_s`.
     """
 
+    refusals: Sequence[Refusal] = ()
     resolved_axes: Axes = Axes()
     needs_group: bool = False
     meta_init: bool = False
@@ -166,7 +169,7 @@ class Parallel(ABC):
         return mode
 
     def check(self, config: Config, module: nn.Module) -> list[str]:
-        """Return a message for each option that does not work in this mode with this model."""
+        """Return a message for each option that does not work in this mode with this model; see also `refusals`."""
         return []
 
     def fit(self, module: nn.Module) -> Self:
@@ -184,11 +187,12 @@ class Parallel(ABC):
 def resolve(parallel: Parallel, config: Config, world_size: int) -> Parallel:
     """Return the mode in a world of this size.
 
-    Raises InputError if no mesh fits the world, or if a micro-batch would have no sample.
+    Raises InputError if no mesh fits the world, if the mode refuses an option, or if a micro-batch would have no
+    sample.
     """
     with as_input_error():
         mode = parallel.at(world_size)
-    if messages := check_batch(config, mode.resolved_axes.micro_batches):
+    if messages := find_refused(mode.refusals, config) + check_batch(config, mode.resolved_axes.micro_batches):
         raise InputError(*messages)
     return mode
 

@@ -45,4 +45,3 @@ def test_invalid_options_and_unsuitable_models_are_refused() -> None:
     transformer = Transformer((1, 8, 8), 10, dim=16, heads=2)
     assert "must divide the 2 heads of blocks.0.attention.query; try parallel.tensor=2" in refusal(4, transformer)
     assert "needs a model with tensor_plan()" in refusal(2, nn.Linear(4, 4))
-    assert "precision=fp16 does not work" in refusal(2, Toy((10,), 5), "precision=fp16")

@@ -3,8 +3,10 @@
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from runner.config.diagnostics.import_target import locate
 from runner.config.help.config_tree import PRESETS, ConfigTree, keys_of
 from runner.config.schema import SECTIONS
 from runner.errors import InputError, did_you_mean, nearest
@@ -107,6 +109,8 @@ class _Topics:
         if cells := chosen + [key.cells for key in keys]:
             lines += ["", *_columns(cells, 2)]
         examples = [self.tree.example(group, option), *(key.arguments for key in keys[:1] if group != PRESETS)]
+        if group == "parallel" and (refused := _refused_options(file.targets.get("", ""))):
+            lines += ["", "refused options:", *(f"  {text}" for text in refused)]
         lines += ["", *_examples(examples), f"file     {self.tree.paths[group][option]}"]
         return lines + [f"class    {target}" for target in dict.fromkeys(file.targets.values())]
 
@@ -140,6 +144,13 @@ class _Topics:
         near = nearest(topic, topics) or by_end.get(nearest(name, by_end) or "", [None])[0]
         hint = f"; did you mean --help {near}?" if near else "; --help without a topic lists them"
         raise InputError(f"--help {topic}: no such group, option or key{hint}")
+
+
+def _refused_options(mode: str) -> list[str]:
+    """Return a line for each option that the mode refuses. This imports the class of the mode, and torch with it."""
+    with suppress(ValueError):  # a missing or broken class; a run reports it
+        return [refusal.describe() for refusal in getattr(locate(mode), "refusals", ())]
+    return []
 
 
 def _examples(arguments: Sequence[str]) -> list[str]:

@@ -1,0 +1,54 @@
+"""The options that a mode refuses, stated as data: messages, --help and docs/refused_options.md are written from it."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from operator import attrgetter
+
+from runner.config.diagnostics.type_hints import show
+from runner.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A top-level option that does not work in a mode.
+
+    Attributes:
+        key: The dotted key of the option.
+        reason: What is wrong, with `{setting}` for KEY=VALUE.
+        fix: What to do instead; may be empty.
+        values: The refused values. By default, these are all values that enable the option.
+        given: The option of the mode that causes the refusal, such as `updates=async`; empty if the mode itself does.
+    """
+
+    key: str
+    reason: str
+    fix: str = ""
+    values: tuple[object, ...] = ()
+    given: str = ""
+
+    def of_axis(self, mode: str, axis: str) -> "Refusal":
+        """Return this refusal for a mesh, whose messages name an axis instead of the mode."""
+        return replace(self, reason=self.reason.replace(mode, axis))
+
+    def applies(self, config: Config) -> bool:
+        """Return True if this configuration is refused."""
+        option, _, chosen = self.given.partition("=")
+        if option and show(config.parallel.get(option)) != chosen:
+            return False
+        value = attrgetter(self.key)(config)
+        return value in self.values if self.values else value not in (None, False, "none")
+
+    def message(self, value: str) -> str:
+        """Return the message for a value of the option, given as on the command line."""
+        reason = self.reason.replace("{setting}", f"{self.key}={value}")
+        return f"{reason}; {self.fix}" if self.fix else reason
+
+    def describe(self) -> str:
+        """Return the message for all refused values."""
+        return self.message(" or ".join(map(show, self.values)) or "VALUE")
+
+
+def find_refused(refusals: Iterable[Refusal], config: Config) -> list[str]:
+    """Return a message for each refusal that applies to the configuration."""
+    messages = [each.message(show(attrgetter(each.key)(config))) for each in refusals if each.applies(config)]
+    return list(dict.fromkeys(messages))
