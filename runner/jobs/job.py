@@ -81,7 +81,7 @@ def _run_once(config: Config, request: Request, world: World, may_double: bool |
     except Stopped as error:
         raised = Preempted(str(error))
     except RanksMissing as error:  # a rank hangs or has died before the run directory exists
-        world.shutdown.failed, world.shutdown.is_reporter = True, error.is_reporter
+        world.shutdown.fail_without_run(error.is_reporter)
         if error.is_reporter:
             print_messages([str(error)])
         raised = JobFailed(str(error))
@@ -98,11 +98,8 @@ def _run(config: Config, request: Request, world: World, may_double: bool | None
     if experiment is not None and may_double is not None:
         experiment.warnings.extend(describe_choice(config, experiment))
     directory = RunDirectory(agree_on_directory(config, request, world), writes=world.rank == 0)
-    world.shutdown.stacks_dir = directory.path / LOGS
-    world.shutdown.report_late = partial(report_failure, directory.path)
-    world.shutdown.is_recorded = watch_outcome(directory.path)
-    if may_double:
-        world.shutdown.patience_s = world.backend.timeout_s  # the ranks repeat the job, so none may exit
+    report_late = partial(report_failure, directory.path)
+    world.shutdown.begin_run(directory.path / LOGS, report_late, watch_outcome(directory.path), bool(may_double))
     with locked(directory, config, request, world), logging_to(world.rank, directory.path) as console:
         record = RunRecord(
             directory.path,
@@ -124,17 +121,11 @@ def _run(config: Config, request: Request, world: World, may_double: bool | None
         try:
             if not (directory.is_resumed or config.fork) or (task is not None and not task.trains):
                 directory.commit()  # the task commits a resumed or forked run once it has loaded the checkpoint
-            if line := describe_hidden(request.config_dirs, request.choices):
-                log.info("%s", line)
             for line in _describe_code(config, request, directory):
                 log.info("%s", line)
             if crashed or task is None:
                 raise JobFailed(crashed)
-            if world.world_size > 1 or (experiment is not None and experiment.parallel.needs_group):
-                world.group.form(world.backend, world.device)
-                world.watchdog.start()
-                if experiment is not None:
-                    experiment.share_samples()
+            _form_group(world, experiment)
             with interruptible():
                 metrics = task.run(config, experiment, world, directory, console)
             world.shutdown.wait_for_all()  # returns immediately if the trainer has already waited
@@ -160,9 +151,19 @@ def _run(config: Config, request: Request, world: World, may_double: bool | None
         raise TooLarge(end.text, directory=str(directory.path)) if is_repeated else JobFailed(end.text)
 
 
+def _form_group(world: World, experiment: Experiment | None) -> None:
+    """Form the process group if the job needs one, and share the samples of each machine."""
+    if world.world_size > 1 or (experiment is not None and experiment.parallel.needs_group):
+        world.group.form(world.backend, world.device)
+        world.watchdog.start()
+        if experiment is not None:
+            experiment.share_samples()
+
+
 def _describe_code(config: Config, request: Request, directory: RunDirectory) -> list[str]:
-    """Return the header lines about custom code; none on ranks that do not write."""
-    lines = []
+    """Return the header lines about replaced options and, on the rank that writes, about custom code."""
+    hidden = describe_hidden(request.config_dirs, request.choices)
+    lines = [hidden] if hidden else []
     if (code := directory.record.code) and code["submitted"]:
         lines.append(f"code     as of {code['submitted']}, when the job was submitted")
     earlier = config.run or (directory.path if directory.is_resumed else config.fork)

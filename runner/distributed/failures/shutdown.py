@@ -35,12 +35,30 @@ class Shutdown:
         # This rank reports to the user. It is rank 0, or the lowest running rank if rank 0 died or hangs.
         self.is_reporter = self._rank_info.rank == 0
         self._reporter, self._missing = 0, list[int]()  # ranks that were killed, or are on an unreachable machine
-        self.stacks_dir: Path | None = None  # for the stacks of hung ranks; None before the run directory exists
         self.patience_s = PATIENCE_S  # from another rank's failure until the watchdog terminates this rank
-        # Reports and records a failure in place of a loop that hangs, or of rank 0.
+        # See `begin_run`; these are the values before the run directory exists.
+        self.stacks_dir: Path | None = None
         self.report_late: Callable[[str], None] = lambda text: None
-        # Returns True if a rank has recorded the end of the job; a rank reports the end before.
         self.is_recorded: Callable[[], bool] = lambda: True
+
+    def begin_run(
+        self, stacks_dir: Path, report_late: Callable[[str], None], is_recorded: Callable[[], bool], may_repeat: bool
+    ) -> None:
+        """Set what the end of a job needs of its run directory.
+
+        Args:
+            stacks_dir: For the stacks of hung ranks.
+            report_late: Reports and records a failure in place of a loop that hangs, or of rank 0.
+            is_recorded: Returns True if a rank has recorded the end of the job; a rank reports the end before.
+            may_repeat: The ranks may repeat the job after a failure, so that none may exit.
+        """
+        self.stacks_dir, self.report_late, self.is_recorded = stacks_dir, report_late, is_recorded
+        if may_repeat:
+            self.patience_s = self.timeout_s
+
+    def fail_without_run(self, is_reporter: bool) -> None:
+        """Let this rank fail because ranks are missing before the run directory exists."""
+        self.failed, self.is_reporter = True, is_reporter
 
     def first_failure(self, store: dist.Store) -> FirstFailure:
         """Return the job's record of its first failure. store: the job's keys."""
