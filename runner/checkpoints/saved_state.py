@@ -24,6 +24,11 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def without_extra_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tensors of a state dict, without the extra states of modules (`get_extra_state`)."""
+    return {name: value for name, value in state.items() if not str(name).endswith(EXTRA_STATE)}
+
+
 @dataclass
 class LocalState:
     """This rank's part of a checkpoint. No two ranks write the same chunk; the facts of all ranks are merged."""

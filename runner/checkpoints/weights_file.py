@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner.checkpoints.saved_state import EXTRA_STATE, SavedState
+from runner.checkpoints.saved_state import SavedState, without_extra_state
 from runner.checkpoints.shard_file import SavedTensor, open_shards
 
 SAFETENSORS, PICKLED = (".safetensors",), (".pt", ".pth", ".bin", ".ckpt")
@@ -32,7 +32,7 @@ def open_weights(path: Path) -> dict[str, SavedTensor]:
         tensors = {name: SavedTensor.of(tensor) for name, tensor in _state_dict(_load(path)).items()}
     else:
         raise ValueError(f"the suffix is not that of a weights file, one of {', '.join((*SAFETENSORS, *PICKLED))}")
-    return {name: tensor for name, tensor in tensors.items() if not name.endswith(EXTRA_STATE)}
+    return without_extra_state(tensors)
 
 
 def _load(path: Path) -> Any:
@@ -56,10 +56,10 @@ def _state_dict(content: Any) -> dict[str, Tensor]:
     """
     found = content if isinstance(content, Mapping) else {}
     nested = [found[key] for key in NESTED if isinstance(found.get(key), Mapping)]
-    state = dict(nested[0] if nested else found)
+    state = nested[0] if nested else found
     if len(nested) > 1 or not state:
         raise ValueError(f"it must contain one state dict, at its top or under {' or '.join(NESTED)}; {FIX}")
-    state = {name: tensor for name, tensor in state.items() if not str(name).endswith(EXTRA_STATE)}
+    state = without_extra_state(state)
     for name, tensor in state.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
             raise ValueError(f"it contains no state dict: {name} is a {type(tensor).__name__}; {FIX}")

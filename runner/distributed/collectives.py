@@ -63,10 +63,14 @@ class GatheredRows:
 def gather_rows(rows: torch.Tensor, are_counted: bool) -> GatheredRows:
     """Gather the rows of all ranks, of which this rank has (n, ...). All ranks must call it, and its backward.
 
+    Without a process group, such as in a dry run, the result is this rank's rows.
+
     n may differ between the ranks; all other dims and the dtype must be equal. Backward sums the gradients of all
     ranks, and returns those of this rank's rows. With `are_counted=False`, this rank's rows are not sent to the other
     ranks; they are appended to its own result, and their gradient is zero.
     """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return GatheredRows(rows, 0, len(rows))
     gathered, first, counted = _Gather.apply(rows, are_counted)  # type: ignore[no-untyped-call]
     return GatheredRows(gathered, first, counted)
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from runner.checkpoints.extra_state import load_extra_state, with_extra_state
 from runner.checkpoints.layout import LAST, TrainState, choose_checkpoint, read_train_state
-from runner.checkpoints.saved_state import EXTRA_STATE, SavedState, read_weights
+from runner.checkpoints.saved_state import SavedState, read_weights, without_extra_state
 from runner.config.custom_dirs import add_to_path
 from runner.config.diagnostics.import_target import locate
 from runner.config.diagnostics.signature import check_options, provided
@@ -65,8 +65,7 @@ def restore_model(config: Config, choices: Mapping[str, str], run: Path, checkpo
     named = f"model={choices.get('model', config.model['_target_'])}"
     # The trained parameters of a loss or an objective are saved with the weights, but are not part of the model.
     ignored = ("loss.", "objective.")
-    tensors = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith(EXTRA_STATE)}
-    read_weights(saved, tensors, subject=named, ignored=ignored)
+    read_weights(saved, without_extra_state(model.state_dict()), subject=named, ignored=ignored)
     load_extra_state(saved, with_extra_state(model), named, ignored)
     return Trained(model.eval(), path, read_train_state(path))
 

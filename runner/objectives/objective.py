@@ -1,7 +1,8 @@
 """The contract of an objective: what a step minimizes, for any structure of batches."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,6 +39,33 @@ class Prediction(NamedTuple):
     targets: Any = None
 
 
+class PassValues:
+    """What an objective adds up in the passes of a step or of an evaluation, beside its losses.
+
+    Attributes:
+        outputs: (outputs, targets, indices) of each micro-batch; None unless they are measured.
+        counts: False while the loss of an uncounted sample is computed.
+    """
+
+    def __init__(self, keeps_outputs: bool = False):
+        self.outputs: list[tuple[Any, Any, Sequence[int]]] | None = [] if keeps_outputs else None
+        self.counts = True
+        self._sums: dict[str, torch.Tensor] = {}  # by name of a term or logged value: sum and weight, (2,) in float64
+
+    def add(self, name: str, total: Any, weight: Any) -> None:
+        """Add a number or scalar tensor and its weight."""
+        pair = [torch.as_tensor(value).detach().double() for value in (total, weight)]
+        device = next((value.device for value in pair if value.device.type != "cpu"), pair[0].device)
+        self._sums[name] = self._sums.get(name, 0.0) + torch.stack([value.to(device) for value in pair])
+
+    def sums(self, names: Sequence[str], device: torch.device) -> torch.Tensor:
+        """Return the local sums and weights of these values, (names, 2) in float64."""
+        if not names:  # launches no kernel in each step
+            return torch.zeros(0, 2, dtype=torch.float64, device=device)
+        zero = torch.zeros(2, dtype=torch.float64, device=device)
+        return torch.stack([self._sums.get(name, zero).to(device) for name in names])
+
+
 class Objective:
     """The base class of objectives. Derive from it and define `loss`, with or without named terms, or several losses.
 
@@ -62,10 +90,7 @@ class Objective:
     logged: Sequence[str] = ()
     gathers: bool = False
     weighted_by_samples: bool = False
-    is_distributed = False  # set to True before training if the world has several ranks
-    observed: list[tuple[Any, Any, Sequence[int]]] | None = None  # outputs, targets, indices of a step, if measured
-    _counts_rows = True  # False while the loss of an uncounted sample is computed
-    _sums: dict[str, torch.Tensor] | None = None  # by name of a term or logged value: sum and weight, (2,) in float64
+    _pass_values: PassValues | None = None  # see `pass_values_of`
 
     def loss(self, model: Any, batch: Any) -> tuple[Any, Any]:
         """Return (sum, weight) of the batch, or with `terms` {name: (sum, weight)}."""
@@ -84,9 +109,7 @@ class Objective:
         """
         if not self.gathers:
             raise TypeError(f"{type(self).__name__}.gather needs the attribute gathers = True")
-        if not self.is_distributed:
-            return GatheredRows(rows, 0, len(rows))
-        return gather_rows(rows, self._counts_rows)
+        return gather_rows(rows, pass_values_of(self).counts)
 
     def log(self, name: str, total: Any, weight: Any = 1.0) -> None:
         """Log the mean of a value over a whole step or evaluation: the sum of `total` divided by that of `weight`.
@@ -96,24 +119,13 @@ class Objective:
         """
         if name not in self.value_names:
             raise ValueError(f"log: add {name!r} to {type(self).__name__}.logged, whose names are {[*self.logged]}")
-        if self._counts_rows:
-            pair = [torch.as_tensor(value).detach().double() for value in (total, weight)]
-            device = next((value.device for value in pair if value.device.type != "cpu"), pair[0].device)
-            sums = self._sums = self._sums or {}
-            sums[name] = sums.get(name, 0.0) + torch.stack([value.to(device) for value in pair])
+        if (values := pass_values_of(self)).counts:
+            values.add(name, total, weight)
 
     @property
     def value_names(self) -> list[str]:
         """The names of the terms and of the logged values."""
         return [*self.terms, *self.logged]
-
-    def take_logged(self, device: torch.device) -> torch.Tensor:
-        """Return the local sums and weights by `value_names`, (names, 2) in float64, and reset them to zero."""
-        sums, self._sums = self._sums or {}, None
-        if not (names := self.value_names):  # launches no kernel in each step
-            return torch.zeros(0, 2, dtype=torch.float64, device=device)
-        zero = torch.zeros(2, dtype=torch.float64, device=device)
-        return torch.stack([sums.get(name, zero).to(device) for name in names])
 
     def measure(self, model: Any, name: str, micro_batch: MicroBatch) -> Loss:
         """Return one of the losses, or all terms of `loss`, which are also logged.
@@ -121,7 +133,8 @@ class Objective:
         Without local samples, the values are zeros that depend on the parameters.
         """
         what, is_counted = f"{type(self).__name__}.{name}", micro_batch.num_samples > 0
-        self._counts_rows = is_counted
+        values = pass_values_of(self)
+        values.counts = is_counted
         try:
             result = getattr(self, name)(model, micro_batch.data)
             if not self.terms:
@@ -132,7 +145,7 @@ class Objective:
             for term, loss in zip(self.terms, losses, strict=True):
                 self.log(term, loss.value, loss.weight)
         finally:
-            self._counts_rows = True
+            values.counts = True
         weights = [torch.as_tensor(loss.weight, device=losses[0].value.device).double() for loss in losses]
         return Loss(torch.stack([loss.value for loss in losses]), torch.stack(weights))
 
@@ -141,6 +154,30 @@ class Objective:
         losses = {name: self.measure(model, name, micro_batch) for name in self.losses}
         outputs, targets = self.predict(model, micro_batch.data) or (None, None)
         return Prediction(losses, outputs, targets)
+
+
+def pass_values_of(objective: Objective) -> PassValues:
+    """Return what the objective adds up in the current passes."""
+    if objective._pass_values is None:
+        objective._pass_values = PassValues()
+    return objective._pass_values
+
+
+def begin_passes(objective: Objective, keeps_outputs: bool = False) -> PassValues:
+    """Let the next passes add up their values from zero, and return these values."""
+    objective._pass_values = PassValues(keeps_outputs)
+    return objective._pass_values
+
+
+@contextmanager
+def separate_passes(objective: Objective) -> Iterator[None]:
+    """Add up the values of passes in this context separately, and drop them."""
+    outer = objective._pass_values
+    objective._pass_values = None
+    try:
+        yield
+    finally:
+        objective._pass_values = outer
 
 
 def _as_loss(result: Any, name: str, is_counted: bool) -> Loss:

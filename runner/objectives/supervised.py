@@ -22,7 +22,7 @@ from runner.objectives.losses import (
     is_weighted_by_samples,
     zero_loss,
 )
-from runner.objectives.objective import Objective, Prediction
+from runner.objectives.objective import Objective, Prediction, pass_values_of
 
 
 class Supervised(Objective):
@@ -62,10 +62,11 @@ class Supervised(Objective):
 
     def measure(self, model: Any, name: str, micro_batch: MicroBatch) -> Loss:
         outputs = call_model(model, micro_batch.inputs)
-        if self.observed is not None and micro_batch.num_samples:
+        measured = pass_values_of(self).outputs
+        if measured is not None and micro_batch.num_samples:
             detached = map_tensors(torch.Tensor.detach, outputs)
             targets = self.fit_targets(outputs, micro_batch.targets)
-            self.observed.append((detached, targets, micro_batch.indices))
+            measured.append((detached, targets, micro_batch.indices))
         return self.local_loss(outputs, micro_batch)
 
     def evaluate(self, model: Any, micro_batch: MicroBatch) -> Prediction:

@@ -17,11 +17,6 @@ OPTIMIZER = "optimizer."  # the state of a parameter is stored as optimizer.PARA
 TENSOR = "__tensor__"  # the key of a mapping that stands for a tensor, whose name is its value
 
 
-def chunks_to_write(tensors: dict[str, torch.Tensor]) -> dict[str, LocalChunk]:
-    """Return what this rank writes of tensors that all ranks have, without communication."""
-    return {name: LocalChunk.of(tensor) for name, tensor in tensors.items() if is_of_rank(tensor)}
-
-
 def is_first_rank() -> bool:
     """Return True on rank 0, and in a single process."""
     return not dist.is_initialized() or dist.get_rank() == 0
@@ -46,7 +41,7 @@ def is_of_rank(tensor: torch.Tensor, first: int = 0) -> bool:
 def optimizer_state(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
-    is_written: Callable[[nn.Parameter, torch.Tensor], bool] = lambda parameter, tensor: is_of_rank(tensor),
+    is_written: Callable[[torch.Tensor, nn.Parameter], bool] = lambda tensor, parameter: is_of_rank(tensor),
     groups_of: torch.optim.Optimizer | None = None,
 ) -> LocalState:
     """Return what this rank writes of the optimizer: the states of its parameters, and the parameter groups.
@@ -62,7 +57,7 @@ def optimizer_state(
     groups = [{**group, "params": [names[p] for p in group["params"]]} for group in all_groups]
     tensors, facts = flatten_optimizer(state, _join_groups(groups, list(names.values())))
     return LocalState(
-        {n: LocalChunk.of(t) for n, t in tensors.items() if is_written(parameters[_parameter_of(n, parameters)], t)},
+        {n: LocalChunk.of(t) for n, t in tensors.items() if is_written(t, parameters[_parameter_of(n, parameters)])},
         facts,
     )
 

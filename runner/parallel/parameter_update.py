@@ -1,6 +1,6 @@
 """The update of parameters by the ranks' gradients: summation, normalization, norm, clipping, optimizer step."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,20 @@ from runner.parallel.optimizer_state import as_local_part_of
 from runner.tensor_values import has_values
 
 
+def norm_over_meshes(tensors: Mapping[nn.Parameter, Tensor]) -> Tensor:
+    """Return the norm of all tensors together, (), whole ones and shards. All ranks that share a mesh must call it.
+
+    tensors: by parameter, such as the gradients, or the parameters themselves.
+    """
+    norms = [torch.nn.utils.get_total_norm([tensors[p] for p in group]) for group in by_mesh(tensors)]
+    return torch.linalg.vector_norm(torch.stack([*map(whole, norms)])) if norms else torch.zeros(())
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return the whole tensor. All ranks of its mesh must call it if it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 class ParameterUpdate:
     """An optimizer step with the scheduled learning rate, gradient clipping and the gradient scaler."""
 
@@ -23,11 +37,9 @@ class ParameterUpdate:
         parameters: Iterable[nn.Parameter],
         precision: Precision,
         clip_grad_norm: float | None = None,
-        total_norm: Callable[[list[list[nn.Parameter]]], Tensor] | None = None,
     ):
         self._optimizer, self._parameters = optimizer, list(parameters)
         self._precision, self._clip_grad_norm = precision, clip_grad_norm
-        self._total_norm = total_norm or norm_over_meshes
         self._base_lrs = [group["lr"] for group in optimizer.param_groups]
 
     @property
@@ -40,17 +52,26 @@ class ParameterUpdate:
         for group, lr in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = lr * factor
 
-    def step(self, lr_factor: float, want_norm: bool) -> float | None:
+    def step(
+        self,
+        lr_factor: float,
+        want_norm: bool,
+        norm_of: Callable[[Mapping[nn.Parameter, Tensor]], Tensor] = norm_over_meshes,
+    ) -> float | None:
+        """Update the parameters. Return the norm of the gradients before clipping, if requested.
+
+        norm_of: returns the norm of the gradients of these parameters over the whole model.
+        """
         self.set_learning_rate(lr_factor)
         scaler = self._precision.scaler
         scaler.unscale_(self._optimizer)
-        with_gradient = by_mesh(p for p in self._parameters if p.grad is not None)
         norm = None
         if want_norm or self._clip_grad_norm is not None:
-            norm = self._total_norm(with_gradient)
+            gradients = {parameter: parameter.grad for parameter in self._parameters if parameter.grad is not None}
+            norm = norm_of(gradients)
         if self._clip_grad_norm is not None:
             assert norm is not None
-            for parameters in with_gradient:
+            for parameters in by_mesh(gradients):
                 torch.nn.utils.clip_grads_with_norm_(parameters, self._clip_grad_norm, norm)
         for group in self._optimizer.param_groups:
             if group.get("fused"):
@@ -75,17 +96,6 @@ def _align_strides(parameters: Iterable[nn.Parameter]) -> None:
         local, local_gradient = local_part(parameter), local_part(gradient)
         if local.shape == local_gradient.shape and local.stride() != local_gradient.stride():
             parameter.grad = as_local_part_of(parameter, torch.empty_like(local).copy_(local_gradient))
-
-
-def norm_over_meshes(groups: list[list[nn.Parameter]]) -> Tensor:
-    """Return the norm of the whole gradient on every rank, (). All ranks that share a mesh must call it."""
-    norms = [torch.nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in groups]
-    return torch.linalg.vector_norm(torch.stack([*map(whole, norms)])) if norms else torch.zeros(())
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """Return the whole tensor. All ranks of its mesh must call it if it is sharded."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], sum_over: Callable[[Tensor], object]) -> None:

@@ -1,6 +1,6 @@
 """A parallel model whose layers are spread over the ranks of a pipeline, run by torch's schedules."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 
 from runner.checkpoints.extra_state import copy_extra_state, load_extra_state, with_extra_state
-from runner.checkpoints.saved_state import EXTRA_STATE, MODEL, LocalState, SavedState, read_weights, tensor_hashes
+from runner.checkpoints.saved_state import (
+    MODEL,
+    LocalState,
+    SavedState,
+    read_weights,
+    tensor_hashes,
+    without_extra_state,
+)
 from runner.checkpoints.shard_file import LocalChunk
 from runner.distributed.collectives import sum_over
 from runner.input.batch import MicroBatch, StepBatch
@@ -69,13 +76,13 @@ class PipelineReplica(Replica):
         self._weight = torch.zeros((), dtype=torch.float64)
         own = {id(t) for stage in self._stages.values() for t in (*stage.parameters(), *stage.buffers())}
         state = recipe.module.state_dict(keep_vars=True)
-        tensors = {name: tensor for name, tensor in state.items() if not name.endswith(EXTRA_STATE)}
+        tensors = without_extra_state(state)
         self._local_tensors = {name: tensor for name, tensor in tensors.items() if id(tensor) in own}
         self._all_names = list(tensors)
         parameters = list(dict.fromkeys(p for stage in self._stages.values() for p in stage.parameters()))
         loss_group, optimizer = LossGroup("loss", parameters, []), recipe.make_optimizer(parameters)
         options |= {"duplicates": mesh["tensor"].size() if "tensor" in (mesh.mesh_dim_names or ()) else 1}
-        super().__init__(recipe, optimizer, loss_group, sum_over=sum_over, total_norm=self._norm_over_stages, **options)
+        super().__init__(recipe, optimizer, loss_group, sum_over=sum_over, **options)
 
     def _shard(self, mesh: DeviceMesh) -> nn.Module:
         """Shard each of this rank's stages as a whole, because a schedule keeps a stage gathered anyway."""
@@ -91,9 +98,9 @@ class PipelineReplica(Replica):
         """
         rank, count = dist.get_rank(self._pipeline), self._num_micro_batches
         if rank > 0:  # otherwise, the dropout of all stages would draw the same random numbers
-            seed_all(derive_seed(torch.initial_seed(), rank), self._recipe.device)
-        self._local_loss = torch.zeros((), dtype=self.precision.parameter_dtype, device=self._recipe.device)
-        self._weight = torch.zeros((), dtype=torch.float64, device=self._recipe.device)
+            seed_all(derive_seed(torch.initial_seed(), rank), self.device)
+        self._local_loss = torch.zeros((), dtype=self.precision.parameter_dtype, device=self.device)
+        self._weight = torch.zeros((), dtype=torch.float64, device=self.device)
         self._num_samples = batch.num_samples
         self._fit_schedule(max(1, *(m.rows for m in batch.micro_batches)))
         # The schedule only passes on the numbers of micro-batches; StageModule looks up inputs and targets.
@@ -102,7 +109,7 @@ class PipelineReplica(Replica):
             self._micro_batches[:] = batch.micro_batches[start : start + count]
             for stage in self._stages.values():
                 stage.position = 0
-            inputs = (numbers.to(self._recipe.device),) if 0 in self._stages else ()
+            inputs = (numbers.to(self.device),) if 0 in self._stages else ()
             target = numbers if self._last in self._stages else None
             self._schedule.step(*inputs, target=target, return_outputs=False)
         self._micro_batches.clear()
@@ -135,7 +142,7 @@ class PipelineReplica(Replica):
                     stage,
                     number,
                     len(self._owners),
-                    self._recipe.device,
+                    self.device,
                     input_args=received,
                     output_args=returned.requires_grad_(),
                     group=self._pipeline,
@@ -152,10 +159,9 @@ class PipelineReplica(Replica):
         # torch 2.11 checks the dtype, and the loss of no samples has another dtype.
         return (local_loss * self._loss_scale).to(self.precision.parameter_dtype)
 
-    def _norm_over_stages(self, groups: list[list[nn.Parameter]]) -> torch.Tensor:
-        """Return the norm over the stages of all ranks of the pipeline, (). All its ranks must call it."""
-        counted = [[p for p in group if p not in self._tied.on_lower_ranks] for group in groups]
-        squares = norm_over_meshes([group for group in counted if group]).to(self._recipe.device) ** 2
+    def norm(self, tensors: Mapping[nn.Parameter, torch.Tensor]) -> torch.Tensor:
+        counted = {parameter: tensors[parameter] for parameter in tensors if parameter not in self._tied.on_lower_ranks}
+        squares = norm_over_meshes(counted).to(self.device) ** 2
         sum_over(self._pipeline, squares)
         return squares.sqrt()
 
@@ -171,7 +177,7 @@ class PipelineReplica(Replica):
             for number, stage in self._stages.items():
                 stage.eval()
                 if number > 0 and self._owners[number - 1] != rank:
-                    features = self._outputs[number - 1].empty(micro_batch.rows, self._recipe.device)
+                    features = self._outputs[number - 1].empty(micro_batch.rows, self.device)
                     if micro_batch.rows:
                         dist.recv(features, group_src=self._owners[number - 1], group=self._pipeline)
                 features = stage(micro_batch.inputs if number == 0 else features)
@@ -184,19 +190,19 @@ class PipelineReplica(Replica):
     def state(self) -> LocalState:
         self._after_write()
         hashes = tensor_hashes(self.local_parameters()) if self._duplicates == 1 else {}
-
-        def writes(parameter: torch.Tensor, tensor: torch.Tensor) -> bool:
-            return parameter not in self._tied.on_lower_ranks and is_of_rank(tensor, self._first)
-
-        model = {MODEL + name: LocalChunk.of(t) for name, t in self._local_tensors.items() if writes(t, t)}
+        model = {MODEL + name: LocalChunk.of(t) for name, t in self._local_tensors.items() if self.writes(t)}
         # An optimizer of all stages' parameters, which has no states but knows the groups of all parameters.
         options = {group["group"]: group for group in self.optimizer.param_groups}
         of_all_stages = self._recipe.make_optimizer(self.module.parameters())
         for group in of_all_stages.param_groups:
             group |= {key: value for key, value in options[group["group"]].items() if key != "params"}
-        optimizer = optimizer_state(self.module, self.optimizer, writes, groups_of=of_all_stages)
+        optimizer = optimizer_state(self.module, self.optimizer, self.writes, groups_of=of_all_stages)
         extra = self._extra_state() if dist.get_rank() == self._first else LocalState()
         return LocalState(model, {"scaler": self.precision.scaler.state_dict()}, hashes) | optimizer | extra
+
+    def writes(self, tensor: torch.Tensor, parameter: torch.Tensor | None = None) -> bool:
+        is_tied = (tensor if parameter is None else parameter) in self._tied.on_lower_ranks
+        return not is_tied and is_of_rank(tensor, self._first)
 
     def _with_extra_state(self) -> dict[str, nn.Module]:
         """Return the modules of this rank's stages, and on ranks with the first stage those of no stage."""

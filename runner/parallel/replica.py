@@ -11,21 +11,22 @@ from torch.distributed.tensor import DTensor
 
 from runner.checkpoints.extra_state import copy_extra_state, extra_state, load_extra_state, with_extra_state
 from runner.checkpoints.saved_state import (
-    EXTRA_STATE,
     MODEL,
     LocalState,
     SavedState,
     local_part,
     read_weights,
     tensor_hashes,
+    without_extra_state,
 )
+from runner.checkpoints.shard_file import LocalChunk
 from runner.errors import JobFailed
 from runner.input.batch import MicroBatch, StepBatch
 from runner.objectives.losses import Loss
 from runner.objectives.objective import LossGroup, Prediction, loss_groups
 from runner.optimization.parameter_patterns import names_of
-from runner.parallel.optimizer_state import chunks_to_write, is_first_rank, load_optimizer_state, optimizer_state
-from runner.parallel.parameter_update import ParameterUpdate, scale_gradients, weight_factor, whole
+from runner.parallel.optimizer_state import is_first_rank, is_of_rank, load_optimizer_state, optimizer_state
+from runner.parallel.parameter_update import ParameterUpdate, norm_over_meshes, scale_gradients, weight_factor, whole
 from runner.training.mode import Recipe, Stepper
 from runner.training.model.forward_state import restoring_state
 
@@ -45,7 +46,6 @@ class Replica:
         without_sync: A context manager that is entered for all micro-batches of a step except the last one.
         reduce: Combines the gradients of these parameters over the ranks, after the last backward.
         duplicates: How many ranks compute the same loss of the same samples; each returns its fraction of the loss.
-        total_norm: Computes the norm of the whole gradient; by default over whole and sharded parameters.
         after_write: Called after the parameters were written; drops the gathered parameters.
         local_optimizer: The optimizer that keeps this rank's states, if `optimizer` distributes them over the ranks.
     """
@@ -63,19 +63,16 @@ class Replica:
         without_sync: Callable[[], AbstractContextManager[Any]] = nullcontext,
         reduce: Callable[[Iterable[nn.Parameter]], None] = lambda parameters: None,
         duplicates: int = 1,
-        total_norm: Callable[[list[list[nn.Parameter]]], torch.Tensor] | None = None,
         after_write: Callable[[], None] = lambda: None,
         local_optimizer: torch.optim.Optimizer | None = None,
     ):
         self.module, self.optimizer, self.precision = recipe.module, optimizer, recipe.precision
-        self.objective, self._draws = recipe.objective, recipe.draws
+        self.objective, self.device, self._draws = recipe.objective, recipe.device, recipe.draws
         if loss_group is None:
             (loss_group,) = loss_groups(recipe.objective, recipe.module)
         self.loss_group = loss_group
         self._loss_number = [*recipe.objective.losses].index(loss_group.name)
-        self.update = ParameterUpdate(
-            optimizer, loss_group.parameters, recipe.precision, recipe.clip_grad_norm, total_norm
-        )
+        self.update = ParameterUpdate(optimizer, loss_group.parameters, recipe.precision, recipe.clip_grad_norm)
         self._sum_over = sum_over
         self._wrapper, self._evaluation_wrapper = wrapper or self._call, evaluation_wrapper or self._call
         self._loss_scale, self._without_sync, self._reduce = loss_scale, without_sync, reduce
@@ -89,9 +86,8 @@ class Replica:
 
     def forward_backward(self, batch: StepBatch) -> torch.Tensor:
         """Add up the gradients of a step. Return this rank's part of the global batch's mean loss, detached, ()."""
-        device = next(self.module.parameters()).device
-        total = torch.zeros((), dtype=self.precision.parameter_dtype, device=device)
-        weight = torch.zeros((), dtype=torch.float64, device=device)
+        total = torch.zeros((), dtype=self.precision.parameter_dtype, device=self.device)
+        weight = torch.zeros((), dtype=torch.float64, device=self.device)
         last = len(batch.micro_batches) - 1
         term_weights = self._term_weights(batch) if self.objective.terms and last > 0 else None
         is_weighted = not (self.objective.weighted_by_samples or self.objective.terms)
@@ -161,11 +157,18 @@ class Replica:
         local = [local_part(p.grad) for p in self.loss_group.parameters if p.grad is not None]
         return [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in local]
 
+    def norm(self, tensors: Mapping[nn.Parameter, torch.Tensor]) -> torch.Tensor:
+        """Return the norm over the whole model, (), given this rank's parts of tensors. All ranks must call it.
+
+        tensors: by parameter, such as the gradients, or the parameters themselves.
+        """
+        return norm_over_meshes(tensors)
+
     def skip(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
     def step(self, lr_factor: float, want_norm: bool) -> float | None:
-        return self.update.step(lr_factor, want_norm)
+        return self.update.step(lr_factor, want_norm, self.norm)
 
     @property
     def learning_rate(self) -> float:
@@ -184,22 +187,26 @@ class Replica:
         return function(self.module, *args)
 
     def state(self) -> LocalState:
-        state = LocalState(chunks_to_write({MODEL + name: tensor for name, tensor in self._model_tensors().items()}))
+        tensors = self._model_tensors().items()
+        state = LocalState({MODEL + name: LocalChunk.of(tensor) for name, tensor in tensors if self.writes(tensor)})
         if is_first_rank():
             state |= self._extra_state()
         if self._duplicates == 1:  # otherwise each rank computes the same gradients itself; GPUs may round differently
             state.replica_hashes = tensor_hashes(self.local_parameters())
         if self._local_optimizer is None:
-            state |= optimizer_state(self.module, self.optimizer)
+            state |= optimizer_state(self.module, self.optimizer, self.writes)
         else:
             state |= optimizer_state(self.module, self._local_optimizer, lambda *_: True, groups_of=self.optimizer)
         return state | LocalState(facts={"scaler": self.precision.scaler.state_dict()})
 
+    def writes(self, tensor: torch.Tensor, parameter: torch.Tensor | None = None) -> bool:
+        """Return True if this rank writes its part of a tensor of the model, or of a parameter's optimizer state."""
+        return is_of_rank(tensor)
+
     def _model_tensors(self) -> dict[str, torch.Tensor]:
         """Return the parameters and buffers by full names, sharded as they are, without extra states."""
         self._after_write()  # get_model_state_dict must find shards, not gathered parameters
-        tensors: dict[str, Any] = get_model_state_dict(self.module)
-        return {name: tensor for name, tensor in tensors.items() if not name.endswith(EXTRA_STATE)}
+        return without_extra_state(get_model_state_dict(self.module))
 
     def _with_extra_state(self) -> dict[str, nn.Module]:
         """Return the modules whose extra state this rank writes."""

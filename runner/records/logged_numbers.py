@@ -54,7 +54,7 @@ def default_tolerance(precisions: Sequence[str]) -> float:
 
 
 def compare_numbers(runs: tuple[Path, Path], tolerance: float, grows: bool = True) -> NumberComparison:
-    """Compare the losses, the gradient norms and the learning rates of two runs.
+    """Compare what two runs have logged as train/NAME, without the metrics of the group `metrics`, and val/loss.
 
     Without `grows`, rounding explains a relative difference of `tolerance`. With `grows`, it explains the larger of
     `tolerance` and the largest difference so far, multiplied by GROWTH for each step since the last compared one, but

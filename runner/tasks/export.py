@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.checkpoints.saved_state import EXTRA_STATE, weights_sha256
+from runner.checkpoints.saved_state import weights_sha256, without_extra_state
 from runner.config.schema import Config
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
@@ -193,7 +193,7 @@ def _facts(config: Config, request: Request, trained: Trained) -> dict[str, Any]
             "options": {key: value for key, value in config.model.items() if key != "_target_"},
         },
         "dtype": str(next((p.dtype for p in trained.model.parameters()), None)).removeprefix("torch."),
-        "weights_sha256": weights_sha256(tensors_of(trained.model)),
+        "weights_sha256": weights_sha256(without_extra_state(trained.model.state_dict())),
         "run": str(run),
         "checkpoint": {"read_as": config.checkpoint.load, "step": step, "epoch": trained.progress.epoch},
         "monitor": recorded.monitor,
@@ -243,11 +243,6 @@ def describe_tensors(tree: Any, num_samples: int) -> list[dict[str, Any]]:
         }
         for path, tensor in named_tensors(tree).items()
     ]
-
-
-def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of the state dict, without extra states of modules (`get_extra_state`)."""
-    return {name: tensor for name, tensor in model.state_dict().items() if not name.endswith(EXTRA_STATE)}
 
 
 def write_safetensors(model: nn.Module, path: Path) -> dict[str, str]:

@@ -226,8 +226,7 @@ class Assembly:
 
     def adapt_model(self) -> None:
         """Change what the forward does: BatchNorm over all ranks, recomputation, seeds of stages, and compilation."""
-        config, module, objective, draws = self._config, self._module, self.components.objective, self._found.draws
-        objective.is_distributed = self._world.world_size > 1
+        config, module, draws = self._config, self._module, self._found.draws
         # A deferred model is still on the meta device.
         device = self._world.device if self.components.model.deferred else None
         synchronize_as_configured(config.sync_batchnorm, module, self.axes, device)

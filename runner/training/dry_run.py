@@ -58,7 +58,6 @@ def dry_run(components: Components) -> DryRun:
         raise _do_not_fit(objective, micro_batch.data, error) from None
     finally:
         module.train()
-        objective.take_logged(torch.device("cpu"))
     return result
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from runner.distributed.world import World
-from runner.objectives.objective import Objective
+from runner.objectives.objective import Objective, begin_passes
 from runner.training.build import Experiment
 from runner.training.metrics.confusion import Predictions
 from runner.training.mode import ParallelModel
@@ -29,7 +29,7 @@ def evaluate(
     """
     objective = experiment.recipe.objective
     names = [] if objective.terms else list(objective.losses)
-    objective.take_logged(world.device)  # discard values of an unfinished step
+    logged_values = begin_passes(objective)
     losses = torch.zeros(len(names), 2, dtype=torch.float64, device=world.device)  # sum and weight of each
     metrics = experiment.metrics
     metrics.reset(world.device)
@@ -56,7 +56,7 @@ def evaluate(
         finish_vote()
     if predictions:
         predictions.gather(world)
-    local = [losses.flatten(), objective.take_logged(world.device).flatten(), metrics.flat()]
+    local = [losses.flatten(), logged_values.sums(objective.value_names, world.device).flatten(), metrics.flat()]
     flat = world.collectives.sum(torch.cat(local))
     summed, logged, flat = flat.split([each.numel() for each in local])
     summed = summed.reshape(losses.shape)
@@ -74,7 +74,7 @@ def logged_means(split: str, objective: Objective, sums: torch.Tensor) -> dict[s
     """Return the means of the terms and of the logged values by full name.
 
     If the weight is 0, the mean of a term is 0, and that of a logged value is NaN.
-    sums: the flattened result of `Objective.take_logged`, summed over all ranks.
+    sums: the flattened result of `PassValues.sums`, summed over all ranks.
     """
     means = {}
     for name, (total, weight) in zip(objective.value_names, sums.reshape(-1, 2).tolist(), strict=True):

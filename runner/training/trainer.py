@@ -13,6 +13,7 @@ from runner.distributed.failures.signals import handling_signals, received
 from runner.distributed.world import World
 from runner.errors import Preempted
 from runner.input.batch import StepBatch
+from runner.objectives.objective import PassValues, begin_passes
 from runner.training.build import Experiment
 from runner.training.callbacks.contract import Callbacks, Outcome, Progress, RunInfo, Update
 from runner.training.evaluation import evaluate, logged_means, with_total
@@ -61,7 +62,6 @@ class Trainer:
             try:
                 self._start_vote()()  # a signal before the first step
                 self.callbacks.on_start(run)
-                self.experiment.recipe.objective.take_logged(self.world.device)  # discard values of earlier passes
                 evaluated = self._train()
                 metrics = {**self.state.logged, **evaluated}  # `logged` also exists after a resume at the end
                 outcome = "pruned" if self.stopped and not self.stops_as_finished else "finished"
@@ -112,7 +112,7 @@ class Trainer:
 
         lr_factor = self.experiment.schedule(step, num_steps, self.steps_per_epoch)
         objective, train_metrics = self.experiment.recipe.objective, self.experiment.train_metrics
-        objective.observed = [] if is_logged and train_metrics is not None else None
+        pass_values = begin_passes(objective, keeps_outputs=is_logged and train_metrics is not None)
         losses, norms = {}, {}
         for name, stepper in self.parallel_model.steppers.items():  # one, unless the objective has several losses
             self.callbacks.call("before_forward")
@@ -125,12 +125,12 @@ class Trainer:
         skipped_steps = self.state.skipped_steps + (len(norms) < len(losses))
         self.state = replace(self.state.after_step(batch.ends_epoch), skipped_steps=skipped_steps)
 
-        logged = objective.take_logged(self.world.device)
+        logged = pass_values.sums(objective.value_names, self.world.device)
         self.straggler.end_step(batch.wait_s)
         metrics: dict[str, float] = {}
         if is_logged:
             local = torch.stack([*losses.values()])
-            parts = [local.double(), logged.flatten(), self._measured(), self.straggler.work_s()]
+            parts = [local.double(), logged.flatten(), self._measured(pass_values), self.straggler.work_s()]
             summed = self.world.collectives.sum(torch.cat(parts))
             totals, means, measured, sums = summed.split([part.numel() for part in parts])
             metrics = with_total("train", dict(zip(losses, totals.to(local.dtype).tolist(), strict=True)))
@@ -149,15 +149,14 @@ class Trainer:
             metrics["perf/memory_mib"] = peak_memory_mib(self.world.device)
         self.callbacks.call("after_step", Progress(self.state, metrics, updated=tuple(norms)))
 
-    def _measured(self) -> torch.Tensor:
+    def _measured(self, values: PassValues) -> torch.Tensor:
         """Return the local sums of the metrics of the step; an empty tensor if they are not measured."""
-        metrics, observed = self.experiment.train_metrics, self.experiment.recipe.objective.observed
-        if metrics is None or observed is None:
+        metrics = self.experiment.train_metrics
+        if metrics is None or values.outputs is None:
             return torch.zeros(0, dtype=torch.float64, device=self.world.device)
         metrics.reset(self.world.device)
-        for outputs, targets, indices in observed if self.experiment.axes.counts(self.world.rank) else ():
+        for outputs, targets, indices in values.outputs if self.experiment.axes.counts(self.world.rank) else ():
             metrics.add(outputs, targets, indices)
-        self.experiment.recipe.objective.observed = None
         return metrics.flat()
 
     def _is_evaluation_due(self) -> bool:

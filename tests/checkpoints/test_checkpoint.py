@@ -20,7 +20,7 @@ from runner.checkpoints.layout import TrainState, list_checkpoints, read_train_s
 from runner.checkpoints.save_coordination import SaveCoordinator
 from runner.checkpoints.saved_state import LocalState, open_checkpoint, weights_sha256
 from runner.checkpoints.shard_file import LocalChunk
-from runner.parallel.optimizer_state import chunks_to_write, fill_structure, flatten_optimizer
+from runner.parallel.optimizer_state import fill_structure, flatten_optimizer, is_of_rank
 
 WEIGHT = torch.arange(1000.0)
 KINDS = {
@@ -88,7 +88,8 @@ def test_each_rank_writes_its_part_and_reads_what_it_needs(tmp_path: Path) -> No
             "copies": distribute_tensor(whole["copies"], square, [Replicate(), Shard(0)]),
             "plain": whole["plain"] + rank,  # rank 0's is saved
         }
-        local = LocalState(chunks_to_write(placed), {"ranks": {str(rank): len(placed)}})
+        chunks = {name: LocalChunk.of(tensor) for name, tensor in placed.items() if is_of_rank(tensor)}
+        local = LocalState(chunks, {"ranks": {str(rank): len(placed)}})
         store = dist.FileStore(str(tmp_path / "store"), world_size)
         path = saving.save(tmp_path, local, position(3), SaveCoordinator(rank, world_size, store))
         dist.barrier()  # only rank 0 has waited for the others

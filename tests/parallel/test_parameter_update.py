@@ -13,9 +13,10 @@ from runner.checkpoints.layout import TrainState
 from runner.checkpoints.save import save
 from runner.checkpoints.save_coordination import SaveCoordinator
 from runner.checkpoints.saved_state import MODEL, LocalState, SavedState
+from runner.checkpoints.shard_file import LocalChunk
 from runner.distributed.world import World
 from runner.optimization.precision import Precision
-from runner.parallel.optimizer_state import chunks_to_write, load_optimizer_state, optimizer_state
+from runner.parallel.optimizer_state import load_optimizer_state, optimizer_state
 from runner.parallel.parameter_update import ParameterUpdate, sum_gradients, weight_factor
 
 FP32 = Precision("fp32", torch.device("cpu"))
@@ -67,7 +68,7 @@ def test_a_loaded_optimizer_state_has_its_own_dtypes(name: str, tmp_path: Path) 
     optimizer = make(module.parameters(), lr=0.1)
     module(torch.randn(2, 3, dtype=torch.float64)).sum().backward()
     optimizer.step()
-    model = LocalState(chunks_to_write({MODEL + name: p for name, p in module.named_parameters()}))
+    model = LocalState({MODEL + name: LocalChunk.of(p) for name, p in module.named_parameters()})
     saved = optimizer_state(module, optimizer) | model
     path = save(tmp_path, saved, TrainState(1, 0, 1, batch_size=1), SaveCoordinator())
     again = make(module.parameters(), lr=0.1)

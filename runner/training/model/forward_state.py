@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from runner.objectives.objective import Objective
+from runner.objectives.objective import Objective, separate_passes
 from runner.objectives.supervised import Supervised
 from runner.training.model.object_state import ObjectState
 
@@ -95,12 +95,9 @@ def restoring_all(model: nn.Module, objective: Objective) -> Iterator[ObjectStat
 def _restoring_random(model: nn.Module, objective: Objective) -> Iterator[None]:
     gpus = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
     of_python, of_numpy = random.getstate(), np.random.get_state()
-    logged = objective._sums, objective.observed
-    objective._sums = objective.observed = None
-    with torch.random.fork_rng(gpus):
+    with torch.random.fork_rng(gpus), separate_passes(objective):
         try:
             yield
         finally:
-            objective._sums, objective.observed = logged
             random.setstate(of_python)
             np.random.set_state(of_numpy)

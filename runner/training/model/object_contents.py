@@ -17,7 +17,7 @@ from runner.objectives.objective import Objective
 
 # Attributes of every module, except those that are saved. Of objectives: logged values.
 _OF_MODULES = {*vars(nn.Module())} - {"training", "_parameters", "_buffers", "_modules"}
-_OF_OBJECTIVES = {"_sums", "observed", "_counts_rows"}
+_OF_OBJECTIVES = {"_pass_values"}
 SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _NAMESPACES = ("types", "argparse", "collections")  # modules of the standard library whose objects contain only values
 
