@@ -4,7 +4,8 @@ from pathlib import Path
 
 _HERE = Path(__file__).resolve().parent
 _INSTALLED = _HERE / "_shipped"  # the location of `conf`, `models` and `data` in a wheel: see pyproject.toml
-ROOT = _INSTALLED if _INSTALLED.is_dir() else _HERE.parent
+IS_CHECKOUT = not _INSTALLED.is_dir()
+ROOT = _HERE.parent if IS_CHECKOUT else _INSTALLED
 CONF = ROOT / "conf"
 SHIPPED = ("models", "data")
 

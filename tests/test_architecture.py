@@ -47,6 +47,7 @@ MAY_READ_ENVIRONMENT = (
     "runner/distributed/",
     "runner/jobs/",
     "runner/launchers/",
+    "runner/records/code_copy.py",  # the copy of the code that a job of a queue runs
     "runner/sweeps/slot_process.py",
 )
 MAX_LINES, MAX_LINES_OF_THE_LOOP, MAX_FILES = 400, 250, 25

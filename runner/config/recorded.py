@@ -15,7 +15,7 @@ from runner.config.schema import OF_TASKS, SECTIONS, Config, apply_debug, as_con
 from runner.errors import InputError
 from runner.records.attempts import initial_values
 from runner.records.custom_code import read_code
-from runner.records.frozen_code import find_archive
+from runner.records.frozen_code import find_frozen
 from runner.records.run_directory import CHECKPOINTS
 from runner.records.run_files import read_mapping
 from runner.records.run_record import DONE, find_run
@@ -133,7 +133,7 @@ def check_code(run: Path, config: Config) -> list[str]:
 
     The custom modules of the configuration must have been imported.
     """
-    if config.launcher.get("code") == "frozen" and find_archive(run):
+    if config.launcher.get("code") == "frozen" and find_frozen(run):
         return []  # the job runs the frozen code
     force = "add resume_force=true"
     try:

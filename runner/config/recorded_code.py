@@ -26,7 +26,7 @@ class RecordedModules(MetaPathFinder, Loader):
         modules = self.code.modules
         if name in modules:
             file = self.code.current_file(name)
-            is_package = modules[name].copy.endswith("__init__.py")
+            is_package = modules[name].is_package
             search = [str(file.parent)] if is_package else None
             return spec_from_file_location(name, file, loader=self, submodule_search_locations=search)
         if any(each.startswith(f"{name}.") for each in modules) and PathFinder.find_spec(name, path) is None:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from runner.errors import InputError
-from runner.records.custom_code import CODE, targets
-from runner.records.frozen_code import ARCHIVE
+from runner.records.code_copy import CODE
+from runner.records.custom_code import targets
 from runner.records.ledger import LEDGER, is_sweep
 from runner.records.run_files import read_mapping
 from runner.records.run_record import RESULT
@@ -61,7 +61,7 @@ def _used_files(directory: Path) -> Iterator[Path]:
 def _copies(directory: Path) -> Iterator[Path]:
     """Yield the copies of the code in the directory of a run, or of its sweep."""
     for parent in (directory, directory.parent) if is_sweep(directory.parent) else (directory,):
-        yield from (*parent.glob(ARCHIVE), *(parent / CODE).glob("*"))
+        yield from (parent / CODE).glob("*")
 
 
 def _recorded_code(directory: Path, words: Sequence[str]) -> Iterator[str]:

@@ -1,17 +1,14 @@
 """The custom modules of a run: the modules that its configuration names, and the custom modules that these import.
 
-The run directory contains a copy of them in `code/HASH/`; the jobs of a sweep share a copy in the sweep's directory.
-HASH is the start of the SHA-256 of the files and their paths. `code.json` lists the modules and their original files.
+The run has a copy of them (runner.records.code_copy). `code` in its result.json lists the modules with their original
+files, and the paths of their copies.
 """
 
 import ast
-import hashlib
 import importlib.util
 import os
 import re
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,12 +17,11 @@ from typing import Any
 import runner
 from runner.errors import InputError, is_user_code
 from runner.paths import ROOT
+from runner.records.code_copy import CODE, Files, hash_of, original_path, read_copy, running_copy, write_copy
 from runner.records.ledger import is_sweep
-from runner.records.provenance import STATE, original_path
-from runner.records.run_files import dumps, make_directory, read_bytes, read_mapping, regular
+from runner.records.run_files import read_bytes, regular
 from runner.records.run_record import find_run
 
-CODE = "code"
 _HASH = re.compile(r"[0-9a-f]{12}")
 # Groups and keys whose code determines the results of a run.
 DECISIVE = ("model", "data", "transforms", "transform_targets", "loss", "objective", "loader", "optimizer", "scheduler")
@@ -36,8 +32,12 @@ class CustomModule:
     """A custom module."""
 
     file: str  # the absolute path of the original file
-    copy: str  # the path of the copy, relative to the directory of the record, such as nets/blocks.py
+    copy: str  # the path of its copy in the copy of the code, such as nets/blocks.py or own/0-mine/nets/blocks.py
     decisive: bool  # a group or key in DECISIVE names the module, or names one that imports it
+
+    @property
+    def is_package(self) -> bool:
+        return self.copy.endswith("/__init__.py")
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,23 @@ class CustomCode:
 
     modules: Mapping[str, CustomModule]
     sources: Mapping[str, bytes]
-    directory: Path = Path()  # of the copy
+    copy: str | None = None  # the name of the existing copy from which the modules were read or imported
+    directory: Path = Path()  # the existing copy that was read
 
     @property
     def hash(self) -> str | None:
-        """The start of the SHA-256 of the modules, which names the directory of their copy; None without modules."""
-        total = hashlib.sha256()
-        for name in sorted(self.modules):
-            module, source = self.modules[name], self.sources[name]
-            total.update(f"{module.copy} {module.decisive} {len(source)}\n".encode() + source)
-        return total.hexdigest()[:12] if self.modules else None
+        """The hash of the names and sources of the modules; None without modules."""
+        return hash_of(self._files) if self.modules else None
+
+    @property
+    def _files(self) -> Files:
+        return {_module_path(name, module.is_package): self.sources[name] for name, module in self.modules.items()}
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The values for result.json, with which `read_code` finds the copies of the modules."""
+        modules = {name: asdict(module) for name, module in self.modules.items()}
+        return {"hash": self.hash, "copy": self.copy or self.hash, "modules": modules}
 
     @property
     def directories(self) -> list[Path]:
@@ -65,8 +72,9 @@ class CustomCode:
     def current_file(self, name: str) -> Path:
         """Return the imported file of the module, or else its original file; if that is missing, a file on sys.path."""
         module = self.modules[name]
+        path = _module_path(name, module.is_package)
         imported = getattr(sys.modules.get(name), "__file__", None)
-        paths = [Path(imported or module.file), *(Path(entry or os.curdir, module.copy) for entry in sys.path)]
+        paths = [Path(imported or module.file), *(Path(entry or os.curdir, path) for entry in sys.path)]
         return next((path for path in paths if path.is_file()), Path(module.file)).absolute()
 
     def changed(self) -> list[str]:
@@ -80,73 +88,56 @@ class CustomCode:
 
     def write(self, run: Path) -> None:
         """Copy the modules to the directory of the run, or of its sweep, unless the copy exists."""
-        if (name := self.hash) is None:
-            return
-        parent = (run.parent if is_sweep(run.parent) else run) / CODE
-        make_directory(parent)
-        if (parent / name).exists():
-            return
-        partial = Path(tempfile.mkdtemp(prefix="partial-", dir=parent))
-        try:
-            for each, module in self.modules.items():
-                (partial / module.copy).parent.mkdir(parents=True, exist_ok=True)
-                (partial / module.copy).write_bytes(self.sources[each])
-            listed = {each: asdict(module) for each, module in self.modules.items()}
-            (partial / STATE).write_text(dumps({"modules": listed}, indent=1))
-            partial.chmod(0o755)
-            try:
-                partial.rename(parent / name)
-            except OSError:
-                if not (parent / name).exists():  # otherwise another job of the sweep has written the copy
-                    raise
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+        if self.modules and self.copy is None:
+            write_copy(run.parent if is_sweep(run.parent) else run, self._files)
 
 
 def imported_code(config: Mapping[str, Any]) -> CustomCode:
     """Return the custom modules of the classes and functions that the configuration names."""
     sources = _closure(targets(config))
     decisive = _closure(targets({key: config.get(key) for key in DECISIVE}))
+    files = {name: Path(str(custom_file(name))) for name in sorted(sources)}
+    directory = _imported_copy(files, sources)
     modules = {}
-    for name in sorted(sources):
-        copy = name.replace(".", "/") + ("/__init__.py" if _is_package(name) else ".py")
-        modules[name] = CustomModule(original_path(str(custom_file(name))), copy, name in decisive)
-    return CustomCode(modules, sources)
+    for name, file in files.items():
+        path = _module_path(name, _is_package(name)) if directory is None else str(file.relative_to(directory))
+        modules[name] = CustomModule(original_path(str(file)), path, name in decisive)
+    return CustomCode(modules, sources, None if directory is None else directory.name)
+
+
+def _imported_copy(files: Mapping[str, Path], sources: Mapping[str, bytes]) -> Path | None:
+    """Return the running copy if it contains these modules and their sources; None otherwise."""
+    copy = running_copy()
+    if copy is None or not files:
+        return None
+    is_complete = all(file.is_relative_to(copy[0]) and _read(file) == sources[name] for name, file in files.items())
+    return copy[0] if is_complete else None
 
 
 def find_code(run: Path, fix: str = "add code=current") -> Path | None:
-    """Return the directory with the copy of a run's custom modules, or None. Raise InputError if it is missing."""
-    name = find_run(run).code_hash
-    if not name:
+    """Return the copy of a run's custom modules, or None if it has none. Raise InputError if the copy is missing."""
+    name = (find_run(run).code or {}).get("copy")
+    if not isinstance(name, str):
         return None
     candidates = [parent / CODE / name for parent in (run, run.parent) if _HASH.fullmatch(name)]
-    directory = next((path for path in candidates if (path / STATE).is_file()), None)
-    if directory is None:
+    path = next((path for path in candidates if path.exists()), None)
+    if path is None:
         raise InputError(f"{run / CODE / name}: the copy of the run's code is missing; restore it, or {fix}")
-    return directory
+    return path
 
 
 def read_code(run: Path, fix: str = "add code=current") -> CustomCode | None:
-    """Return the copy in `find_code`, or None. Raise InputError as `find_code`, and for a damaged or changed copy."""
-    directory = find_code(run, fix)
-    if directory is None:
+    """Return the custom modules in `find_code`, or None. Raise InputError as `find_code`, and for a damaged copy."""
+    path = find_code(run, fix)
+    if path is None:
         return None
     try:
-        listed = read_mapping(directory / STATE)["modules"]
+        listed = (find_run(run).code or {})["modules"]
         modules = {str(name): CustomModule(**facts) for name, facts in listed.items()}
-        sources = {}
-        for name, module in modules.items():
-            if not (directory / module.copy).resolve().is_relative_to(directory.resolve()):
-                raise ValueError(module.copy)
-            sources[name] = read_bytes(directory / module.copy)
+        found = read_copy(path, [module.copy for module in modules.values()])
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
-        raise InputError(
-            f"{directory}: the copy of the run's code is damaged ({error}); restore it, or {fix}"
-        ) from None
-    code = CustomCode(modules, sources, directory)
-    if code.hash != directory.name:
-        raise InputError(f"{directory}: the copy of the run's code has changed; restore it, or {fix}")
-    return code
+        raise InputError(f"{path}: the copy of the run's code is damaged ({error}); restore it, or {fix}") from None
+    return CustomCode(modules, {name: found[module.copy] for name, module in modules.items()}, path.name, path)
 
 
 def targets(node: Any) -> Iterator[str]:
@@ -214,6 +205,10 @@ def _imports(name: str, source: bytes) -> Iterator[str]:
                 except ImportError:  # beyond the top-level package; the module handles the error itself
                     continue
             yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def _module_path(name: str, is_package: bool) -> str:
+    return name.replace(".", "/") + ("/__init__.py" if is_package else ".py")
 
 
 def _is_package(name: str) -> bool:

@@ -1,21 +1,19 @@
 """The facts on which a run's results depend besides its configuration: state of the code, versions, and machine."""
 
 import hashlib
-import json
 import os
 import platform
 import re
 import subprocess
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from runner import __version__
 from runner.paths import ROOT
+from runner.records.code_copy import running_copy
 
-INSTALLED, STATE = "installed", "code.json"  # in an archive of the code: the runner, and the file of the CodeState
 DIFF = "git.diff"
 MAX_DIFF_BYTES = 1 << 20
 TIMEOUT_S = 10
@@ -23,42 +21,10 @@ TIMEOUT_S = 10
 PLAIN = ("--no-ext-diff", "--no-textconv", "--no-color", "--src-prefix=a/", "--dst-prefix=b/")
 
 
-@dataclass(frozen=True)
-class CodeState:
-    """The content of code.json in an archive of the code (see runner.records.frozen_code)."""
-
-    at: str  # the time, as 2026-11-22T02:30:00
-    git: dict[str, Any]  # the result of `git_state`
-    repositories: dict[str, dict[str, Any]]  # the states of the custom directories' repositories, by path
-    places: dict[str, str]  # custom directories and imported modules by their paths in the archive
-
-
-def _extracted_code() -> tuple[Path, CodeState] | None:
-    """Return the directory of the frozen code that this process runs, and its state; None if it is not frozen."""
-    path = ROOT.parent / STATE
-    if ROOT.name != INSTALLED or not path.is_file():
-        return None
-    return path.parent, CodeState(**json.loads(path.read_text()))
-
-
-def original_path(path: str) -> str:
-    """Return the path of which `path` is the extracted copy; `path` itself if it is not a copy."""
-    if extracted := _extracted_code():
-        for archive_path, source in extracted[1].places.items():
-            if Path(path).is_relative_to(extracted[0] / archive_path):
-                return str(Path(source, Path(path).relative_to(extracted[0] / archive_path)))
-    return path
-
-
-def submission_time() -> str | None:
-    """Return the time at which the code that this process runs was frozen; None if it is not frozen."""
-    return extracted[1].at if (extracted := _extracted_code()) else None
-
-
 def custom_repositories(directories: Iterable[str | Path]) -> dict[str, dict[str, Any]]:
     """Return the states of the repositories that contain the directories, by path, without the runner's repository."""
-    if extracted := _extracted_code():
-        return extracted[1].repositories
+    if copy := running_copy():
+        return copy[1].repositories
     tops = {_git(Path(directory), "rev-parse", "--show-toplevel") for directory in directories}
     tops.discard(_git(ROOT, "rev-parse", "--show-toplevel"))
     return {top.strip(): _state(Path(top.strip())) for top in sorted(filter(None, tops))}
@@ -94,8 +60,8 @@ def machine() -> dict[str, Any]:
 
 def git_state() -> dict[str, Any]:
     """Return the commit of the runner's repository, or else the working directory's, and whether it has changes."""
-    if extracted := _extracted_code():
-        return extracted[1].git
+    if copy := running_copy():
+        return copy[1].git
     return _state(_repository())
 
 
@@ -108,8 +74,8 @@ def _state(directory: Path) -> dict[str, Any]:
 
 def git_diff(repository: str | None = None) -> str:
     """Return the names of untracked files and a diff for `git apply`, by default of the repository of `git_state`."""
-    if extracted := _extracted_code():
-        file = extracted[0] / (DIFF if repository is None else diff_name(repository))
+    if copy := running_copy():
+        file = copy[0] / (DIFF if repository is None else diff_name(repository))
         return file.read_text() if file.exists() else ""
     directory = _repository() if repository is None else Path(repository)
     new = _git(directory, "ls-files", "--others", "--exclude-standard")

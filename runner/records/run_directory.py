@@ -18,6 +18,7 @@ import yaml
 from runner.errors import JobFailed
 from runner.records import provenance
 from runner.records.attempts import Attempt, append_attempt, error_line, utc_now
+from runner.records.code_copy import original_path, running_copy, time_of
 from runner.records.custom_code import CustomCode, imported_code
 from runner.records.monitor import LOSS
 from runner.records.run_files import METRICS, dumps, read_bytes, read_metrics, without_links, write_atomically
@@ -106,11 +107,12 @@ class RunDirectory:
         record.command, record.hosts = list(request.command), self.attempt.hosts
         record.git, record.versions = provenance.git_state(), provenance.versions()
         record.machine = provenance.machine()
-        values, directories = asdict(config), [provenance.original_path(directory) for directory in request.config_dirs]
+        values, directories = asdict(config), [original_path(directory) for directory in request.config_dirs]
         self._code = imported_code(values)
         self.attempt.code = self._code.hash
         repositories = provenance.custom_repositories([*directories, *self._code.directories])
-        code = {"hash": self._code.hash, "repositories": repositories, "submitted": provenance.submission_time()}
+        submitted = time_of(copy[0]) if (copy := running_copy()) else None
+        code = {**self._code.record, "repositories": repositories, "submitted": submitted}
         record.code = code if any(code.values()) else None
         self._texts = {
             **provenance.uncommitted_changes(record.git, repositories),

@@ -63,7 +63,7 @@ class RunRecord:
     git: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=dict)
-    code: dict[str, Any] | None = None  # of custom code: hash, repositories, and the time at which it was frozen
+    code: dict[str, Any] | None = None  # of custom code: hash, copy, modules, repositories, and when it was submitted
     started: str = ""  # when the first attempt started, in UTC
     command: list[str] = field(default_factory=list)
     error: str | None = None

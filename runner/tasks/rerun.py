@@ -84,7 +84,7 @@ def possible_causes(then: Path, now: Path) -> list[str]:
     )
     changes = differences(old, new)
     lines = [f"{key}: was {before}, is {after}" for key, (before, after) in changes.items()]
-    lines = [line for line in lines if not line.startswith("code.submitted")]
+    lines = [line for line in lines if not line.startswith(("code.submitted", "code.copy", "code.modules"))]
     with suppress(InputError):  # raised if a copy of the code has been removed
         before, after = (read_code(path) if "code.hash" in changes else None for path in (then, now))
         if before is not None and after is not None:

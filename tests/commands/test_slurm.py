@@ -160,7 +160,7 @@ def test_a_job_continues_after_its_time_limit_and_after_a_preemption(
 def test_a_queued_job_runs_the_code_of_its_submission_or_of_its_start(
     cluster: Cluster, commands: Commands, tmp_path: Path
 ) -> None:
-    """The custom model changes while three jobs wait: with frozen code, with live code, and with a damaged archive."""
+    """The custom model changes while three jobs wait: with frozen code, with live code, and with a damaged copy."""
     arguments = write_model(tmp_path, "doubled", DOUBLED.replace("FACTOR", "1"))[:-1]
     queued = ("max_steps=5", "epochs=1", "launcher=slurm", "launcher.nproc_per_node=1", "launcher.sbatch={hold:true}")
     options = {"frozen": (), "live": ("launcher.code=live",), "damaged": ()}
@@ -169,8 +169,8 @@ def test_a_queued_job_runs_the_code_of_its_submission_or_of_its_start(
         for name, own in options.items()
     }
     (tmp_path / "mine" / "doubled.py").write_text(DOUBLED.replace("FACTOR", "2"))
-    (archive,) = jobs["damaged"][1].path.glob("code-*.tar")
-    archive.write_bytes(archive.read_bytes()[:-1])
+    (copy,) = (jobs["damaged"][1].path / "code").iterdir()
+    (copy / "installed" / "runner" / "cli.py").write_text("")
     for job, _ in jobs.values():
         cluster.call("scontrol", "release", job)
     ends = {name: cluster.wait_for(job, ["COMPLETED", "FAILED"]) for name, (job, _) in jobs.items()}
@@ -182,8 +182,8 @@ def test_a_queued_job_runs_the_code_of_its_submission_or_of_its_start(
     assert frozen.result["weights_sha256"] == plain.result["weights_sha256"] != live.result["weights_sha256"]
     assert frozen.result["code"]["submitted"] and "code     as of " in logs["frozen"]
     assert live.result["code"]["submitted"] is None and live.result["code"]["hash"] != frozen.result["code"]["hash"]
-    assert f"{archive} is missing, or has changed" in damaged.result["error"] and damaged.result["state"] == "failed"
-    assert not (frozen.path / "slurm" / "code").exists()
+    assert f"{copy} is missing, or has changed" in damaged.result["error"] and damaged.result["state"] == "failed"
+    assert frozen.result["code"]["copy"] == next((frozen.path / "code").iterdir()).name  # evaluated from the same copy
     for one in (frozen, live):  # a later command composes with the original directory
         assert f"--config-dir={tmp_path}/mine" in (one.path / "overrides.yaml").read_text()
 

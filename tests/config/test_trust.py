@@ -159,13 +159,13 @@ def test_code_in_a_directory_of_another_user_is_not_submitted(
     sbatch.write_text(f"#!/bin/sh\ncat $2 > {tmp_path}/submitted\necho 7\n")
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", f"{sbatch.parent}:{os.environ['PATH']}")
-    archive = freeze(run, []).path
-    give_away(archive)
+    copy = freeze(run, []).path
+    give_away(copy / "installed" / "runner" / "cli.py")
     assert here(f"resume={run}", "max_steps=3", "launcher=slurm") == 2
-    assert f"belongs to uid 54321 and would run {archive}" in capsys.readouterr().err
+    assert f"belongs to uid 54321 and would run {copy}" in capsys.readouterr().err
     assert not (tmp_path / "submitted").exists()
     assert here(f"resume={run}", "max_steps=3", "launcher=slurm", "parallel=ddp", "trust=true") == 0
-    assert archive.name in (tmp_path / "submitted").read_text()
+    assert copy.name in (tmp_path / "submitted").read_text()
 
 
 @pytest.mark.thorough

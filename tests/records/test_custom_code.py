@@ -3,6 +3,7 @@
 import importlib
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,7 @@ def test_a_copy_is_imported_and_compared(own: Path, tmp_path: Path, monkeypatch:
     code.write(run)
     code.write(run)  # it exists
     assert [path.name for path in (run / "code").iterdir()] == [code.hash]
-    RunRecord(run, code={"hash": code.hash}).save()
+    RunRecord(run, code=code.record).save()
     (own / "shapes" / "sizes.py").write_text("WIDTH = 4\n")
     (own / "shapes" / "late.py").unlink()
     recorded = read_code(run)
@@ -92,16 +93,21 @@ def test_a_copy_is_imported_and_compared(own: Path, tmp_path: Path, monkeypatch:
     assert sys.modules["shapes"] is current
 
 
-@pytest.mark.parametrize("text", ["[]", '{"modules": {"a": {"file": "", "copy": "../../a.py", "decisive": true}}}'])
-def test_a_damaged_copy_is_refused(own: Path, tmp_path: Path, text: str) -> None:
+def test_a_damaged_copy_is_refused(own: Path, tmp_path: Path) -> None:
     code = imported_code(CONFIG)
     code.write(tmp_path)
-    RunRecord(tmp_path, code={"hash": code.hash}).save()
+    modules = {name: asdict(module) for name, module in code.modules.items()}
     (tmp_path / "a.py").write_text("")
-    (tmp_path / "code" / str(code.hash) / "code.json").write_text(text)
-    with pytest.raises(InputError):
+    outside = {"watcher": modules["watcher"] | {"copy": "../../a.py"}}
+    for wrong in ([], {"watcher": {}}, outside, {"watcher": modules["watcher"] | {"copy": "missing.py"}}):
+        RunRecord(tmp_path, code=code.record | {"modules": wrong}).save()
+        with pytest.raises(InputError, match="the copy of the run's code is damaged"):
+            read_code(tmp_path)
+    RunRecord(tmp_path, code=code.record).save()
+    (tmp_path / "code" / str(code.hash) / "watcher.py").write_text("changed = True\n")
+    with pytest.raises(InputError, match=r"the copy of the run's code is damaged \(watcher.py has changed\)"):
         read_code(tmp_path)
-    RunRecord(tmp_path, code={"hash": "../own"}).save()
+    RunRecord(tmp_path, code=code.record | {"copy": "../own"}).save()
     with pytest.raises(InputError, match="missing"):
         read_code(tmp_path)
 

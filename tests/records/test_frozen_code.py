@@ -12,8 +12,11 @@ from custom_files import write_files
 from runner.errors import InputError
 from runner.paths import ROOT
 from runner.records import frozen_code, provenance
-from runner.records.frozen_code import FrozenCode, freeze
-from runner.records.provenance import git_diff, git_state, original_path, submission_time
+from runner.records.code_copy import original_path, running_copy
+from runner.records.custom_code import imported_code, read_code
+from runner.records.frozen_code import freeze
+from runner.records.provenance import git_diff, git_state
+from runner.records.run_record import RunRecord
 
 
 @pytest.fixture
@@ -28,7 +31,8 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "__pycache__/own.pyc": "",
         "outputs/run/earlier/overrides.yaml": "",
         "outputs/run/earlier/slurm/old.py": "",
-        "outputs/run/waiting/code-1.tar": "",
+        "outputs/run/waiting/code/1/code.json": "",
+        "outputs/run/waiting/slurm/job.py": "",
         "environment/pyvenv.cfg": "",
         "environment/lib/other.py": "",
     }
@@ -42,14 +46,7 @@ def new_run(directory: Path, name: str) -> Path:
     return directory / "outputs" / "run" / name
 
 
-def extract(frozen: FrozenCode, directory: Path) -> Path:
-    """Extract the archive as a job does."""
-    directory.mkdir()
-    subprocess.run(["tar", "--extract", f"--file={frozen.path}", f"--directory={directory}"], check=True, timeout=60)
-    return directory
-
-
-def test_the_archive_has_the_runner_and_custom_code(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_copy_has_the_runner_and_custom_code(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (mine / "library").mkdir()
     (mine / "library" / "layers.py").write_text("")
     other = mine.parent / f"{mine.name}-path"  # as of PYTHONPATH
@@ -70,11 +67,11 @@ def test_the_archive_has_the_runner_and_custom_code(mine: Path, monkeypatch: pyt
         monkeypatch.setitem(sys.modules, "models", sys.modules.pop("models"))
 
     frozen = freeze(new_run(mine, "one"), [str(mine)])
-    assert frozen.path.name == f"code-{frozen.sha256[:12]}.tar"
-    assert frozen.sha256 == hashlib.sha256(frozen.path.read_bytes()).hexdigest()
-    assert frozen.config_dirs == [f"own/0-{mine.name}"]
-    code = extract(frozen, mine / "code")
-    own = code / "own" / f"0-{mine.name}"
+    sums = (frozen.path / "code.sha256").read_bytes()
+    assert frozen.path == mine / "outputs" / "run" / "one" / "code" / hashlib.sha256(sums).hexdigest()[:12]
+    subprocess.run(["sha256sum", "--quiet", "--check", "code.sha256"], cwd=frozen.path, check=True, timeout=60)
+    code, own = frozen.path, frozen.path / "own" / f"0-{mine.name}"
+    assert frozen.config_dirs == [str(own)]
     names = {path.relative_to(own).as_posix() for path in own.rglob("*")}
     assert names == {"model", "model/own.yaml", "own.py", "words.txt", "weights.bin", "library", "library/layers.py"}
     assert (own / "weights.bin").readlink() == mine / "weights.bin"
@@ -89,22 +86,25 @@ def test_frozen_code_is_reused(mine: Path) -> None:
     first = freeze(directory, [str(mine)])
     (mine / "own.py").write_text("SCALE = 2\n")
     again = freeze(directory, [str(mine)])
-    assert first.is_new and not again.is_new
-    assert (again.path, again.sha256, again.config_dirs) == (first.path, first.sha256, first.config_dirs)
+    assert first.since is None and again.since is not None
+    assert (again.path, again.config_dirs) == (first.path, first.config_dirs)
+    assert freeze(new_run(mine, "two"), [str(mine)], write=False).path.name != first.path.name
+    (mine / "own.py").write_text("SCALE = 1\n")
+    assert freeze(new_run(mine, "three"), [str(mine)]).path.name == first.path.name
     with pytest.raises(InputError, match=f"--config-dir=/other: {first.path} does not have this directory; remove"):
         freeze(directory, [str(mine), "/other"])
 
 
 @pytest.mark.fault("the frozen code of a job changed", outcome="refused")
-def test_a_damaged_archive_is_refused(mine: Path) -> None:
+def test_a_damaged_copy_is_refused(mine: Path) -> None:
     directory = new_run(mine, "one")
     path = freeze(directory, [str(mine)]).path
-    path.write_bytes(path.read_bytes()[:-1] + b"x")
-    with pytest.raises(InputError, match=f"{path} is damaged; restore it, or remove it"):
+    (path / "installed" / "runner" / "cli.py").write_text("")
+    with pytest.raises(InputError, match=rf"{path} is damaged \(installed/runner/cli.py has changed\); restore it"):
         freeze(directory, [str(mine)])
 
 
-def test_a_large_directory_is_refused_before_it_is_archived(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_directory_is_refused_before_it_is_copied(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = new_run(mine, "one")
     monkeypatch.setattr(frozen_code, "MAX_FILES", 2)
     for write in (True, False):
@@ -121,10 +121,26 @@ def test_a_job_records_the_origin_and_the_uncommitted_changes_of_its_frozen_code
         patched.setattr(provenance, "git_state", lambda: git)
         patched.setattr(provenance, "git_diff", lambda: "a diff")
         frozen = freeze(new_run(mine, "one"), [str(mine)])
-    assert submission_time() is None
-    code = extract(frozen, mine / "code")
-    monkeypatch.setattr(provenance, "ROOT", code / "installed")
-    assert original_path(str(code / frozen.config_dirs[0])) == str(mine)
+    assert running_copy() is None
+    monkeypatch.setenv("RUNNER_CODE", str(frozen.path))
+    assert original_path(f"{frozen.config_dirs[0]}/own.py") == str(mine / "own.py")
     assert original_path("/elsewhere") == "/elsewhere"
-    assert (submission_time(), git_state()) == (frozen.since, git)
+    assert git_state() == git
     assert git_diff() == "a diff"
+
+
+def test_a_job_records_the_modules_of_its_copy(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run of the job has no second copy of its custom modules."""
+    run = new_run(mine, "one")
+    frozen = freeze(run, [str(mine)])
+    monkeypatch.setenv("RUNNER_CODE", str(frozen.path))
+    monkeypatch.syspath_prepend(frozen.config_dirs[0])
+    monkeypatch.setitem(sys.modules, "own", importlib.import_module("own"))  # removed after the test
+    code = imported_code({"model": {"_target_": "own.Own"}})
+    code.write(run)
+    assert list((run / "code").iterdir()) == [frozen.path]
+    RunRecord(run, code=code.record).save()
+    (mine / "own.py").write_text("SCALE = 2\n")
+    recorded = read_code(run)
+    assert recorded is not None and recorded.sources == {"own": b"SCALE = 1\n"} and recorded.hash == code.hash
+    assert recorded.modules["own"].file == str(mine / "own.py")

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import subprocess
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -138,7 +137,7 @@ def test_what_is_submitted_is_kept_if_slurm_does_not_answer_sbatch(here: Here, s
     for command, name in (((*TINY, "launcher=slurm"), "job.sh"), ((*SWEEP, "seed=0,1", "name=sweep"), "jobs-0.sh")):
         assert here(*command) == 1
         path = only_run(slurm, "sweep" if "name=sweep" in command else "run").path
-        assert list(path.glob("code-*.tar"))
+        assert list(path.glob("code/*/code.sha256"))
         assert f"the job may be queued: `squeue --me --format='%F %T %o'` lists it with {path}/slurm/{name}" in (
             capfd.readouterr().err
         )
@@ -196,13 +195,12 @@ def test_jobs_submitted_later_run_the_code_of_the_first_submission(here: Here, s
     (slurm / "mine" / "model" / "new.yaml").write_text("")
     assert here("-m", "resume=last", "seed=2") == 0
     out = capfd.readouterr().out
-    (archive,) = slurm.rglob("code-*.tar")
-    assert re.search(rf"\ncode: as of [-:T0-9]+; remove {archive} to submit with the current code\n", out), out
+    (copy,) = (sweep / "code").iterdir()
+    assert re.search(rf"\ncode: as of [-:T0-9]+; remove {copy} to submit with the current code\n", out), out
     for script in scripts_of(slurm):
-        assert f"archive={archive}\n" in script
-        assert re.search(rf"--config-dir={sweep}/\S+/slurm/code/own/0-mine", script)
-    with tarfile.open(archive) as file:
-        assert "own/0-mine/model/own.yaml" in file.getnames() and "own/0-mine/model/new.yaml" not in file.getnames()
+        assert f"RUNNER_CODE={copy}\n" in script and f"--config-dir={copy}/own/0-mine" in script
+    assert (copy / "own" / "0-mine" / "model" / "own.yaml").exists()
+    assert not (copy / "own" / "0-mine" / "model" / "new.yaml").exists()
 
 
 @pytest.mark.thorough

@@ -99,7 +99,7 @@ def test_a_module_that_only_the_second_run_imports_is_named(tmp_path: Path) -> N
         CustomCode({n: CustomModule(str(file), f"{n}.py", True) for n in names}, {n: b"" for n in names})
         for names in (["same"], ["same", "added"])
     ]
-    runs = [make_run(tmp_path / str(code.hash), code={"hash": code.hash}) for code in codes]
+    runs = [make_run(tmp_path / str(code.hash), code=code.record) for code in codes]
     for code, path in zip(codes, runs, strict=True):
         code.write(path)
     (line,) = [line for line in possible_causes(*runs) if line.startswith("code: ")]

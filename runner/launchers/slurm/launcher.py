@@ -20,7 +20,7 @@ from runner.launchers.contract import Queue
 from runner.launchers.env import check_options
 from runner.launchers.slurm import script
 from runner.launchers.slurm.queue import POLL_S, check_sbatch, follow, last_job, leave_queued, query_ended, submit
-from runner.records.frozen_code import EXTRACTED, freeze
+from runner.records.frozen_code import freeze
 from runner.records.run_directory import Request, new_directory
 
 # Options of sbatch that the launcher sets: from its own options, and because the script depends on them.
@@ -153,21 +153,19 @@ class Slurm(Queue):
     def _script(self, config: Config, directory: Path, runs: Sequence[tuple[Path, Request]]) -> tuple[str, str]:
         """Return the script of the runs, and a note on the code that `directory` has from an earlier submission.
 
-        Several runs are the tasks of a job array. Raises InputError if the code cannot be archived.
+        Several runs are the tasks of a job array. Raises InputError if the code cannot be copied.
         """
         config_dirs, note, select_code = list(runs[0][1].config_dirs), "", ""
         if self.code == "frozen":
             frozen = freeze(directory, config_dirs, write=not self.dry_run)
-            config_dirs = [str(EXTRACTED / path) for path in frozen.config_dirs]  # in the directory of each run
-            select_code = script.FROZEN.format(
-                archive=shlex.quote(str(frozen.path)), sha256=frozen.sha256, extracted=EXTRACTED
-            )
-            if not frozen.is_new:
+            config_dirs = frozen.config_dirs
+            select_code = script.FROZEN.format(code=shlex.quote(str(frozen.path)), hash=frozen.path.name)
+            if frozen.since:
                 note = f"\ncode: as of {frozen.since}; remove {frozen.path} to submit with the current code"
         arguments = []
         for path, request in runs:
             kept = [text for text in request.overrides if not text.lstrip("+").startswith("launcher.dry_run=")]
-            arguments.append((path, [*(f"--config-dir={path / config_dir}" for config_dir in config_dirs), *kept]))
+            arguments.append((path, [*(f"--config-dir={config_dir}" for config_dir in config_dirs), *kept]))
         # Ranks that have not saved after the grace period are killed, and the job resumes from the last checkpoint.
         grace_s = max(self.signal_s - 20, self.signal_s * 3 // 4)
         parts = (
@@ -180,7 +178,7 @@ class Slurm(Queue):
             script.SETUP,
             *self._prepare(),
             select_code,
-            script.RUN.format(ports=len(PORTS), first_port=PORTS[0], grace_s=grace_s, extracted=EXTRACTED),
+            script.RUN.format(ports=len(PORTS), first_port=PORTS[0], grace_s=grace_s),
         )
         return "\n".join(parts), note
 
@@ -214,7 +212,7 @@ class Slurm(Queue):
         ]
 
     def _functions(self) -> str:
-        of_code = ("PYTHONPATH", "PYTHONSAFEPATH") if self.code == "frozen" else ()
+        of_code = ("RUNNER_CODE", "PYTHONPATH", "PYTHONSAFEPATH") if self.code == "frozen" else ()
         names = ("RUNNER_DIRECTORY", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", *(self.env or {}), *of_code)
         python = "python" if self.conda or self.venv or self.prefix else shlex.quote(sys.executable)
         command = [self.prefix or "", "env", *(f'{name}="${name}"' for name in names), script.VISIBLE, python]

@@ -36,14 +36,11 @@ retry() {{
 # may be a checkout; the runner itself appends it to the end of sys.path.
 FROZEN = """\
 # The code as it was when the job was submitted.
-archive={archive}
-code=$RUNNER_DIRECTORY/{extracted}
-doing="launcher.code=frozen: $archive is missing, or has changed since the job was submitted"
-[[ $(sha256sum < "$archive") == {sha256}* ]] || exit 1
-doing="launcher.code=frozen: $archive cannot be extracted into $code"
-rm -rf "$code"
-mkdir -p "$code" && tar --extract --no-same-owner --file="$archive" --directory="$code" || exit 1
-export PYTHONPATH="$code/imported:$code/installed${{PYTHONPATH:+:$PYTHONPATH}}" PYTHONSAFEPATH=1
+export RUNNER_CODE={code}
+doing="launcher.code=frozen: $RUNNER_CODE is missing, or has changed since the job was submitted"
+[[ $(sha256sum < "$RUNNER_CODE/code.sha256") == {hash}* ]] || exit 1
+(cd "$RUNNER_CODE" && sha256sum --quiet --check code.sha256) || exit 1
+export PYTHONPATH="$RUNNER_CODE/imported:$RUNNER_CODE/installed${{PYTHONPATH:+:$PYTHONPATH}}" PYTHONSAFEPATH=1
 """
 
 SETUP = r"""# A failure before the start of the run is recorded too, without Python, which may not be available yet.
@@ -62,7 +59,7 @@ trap record_failed_setup EXIT
 """
 
 RUN = """\
-trap 'rm -rf "$RUNNER_DIRECTORY/{extracted}"' EXIT
+trap - EXIT  # from here on, the run records its failure itself
 master=$(address "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)")
 port=$(({first_port} + SLURM_JOB_ID % {ports}))  # jobs on one node have different ids, and so different ports
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={grace_s}
