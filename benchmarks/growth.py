@@ -1,7 +1,7 @@
 """The time of a step, logging, the start, an evaluation and a checkpoint, by number of ranks, samples and parameters.
 
 usage: python benchmarks/growth.py [--axis ranks,samples] [--most 8] [--rounds 6] [--minutes 18] [--cores N]
-           [--write docs/benchmarks.md]
+           [--write benchmarks/scaling.md]
 
 Ranks: 1 to 32 in one world on this machine (launcher=spawn, ddp over gloo), 32 samples per step and rank. Samples: 10^3
 to 10^10 of data=counting, which computes them from their indices. Parameters: an mlp of 10^4 to 10^8, plain SGD. All on

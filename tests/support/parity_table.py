@@ -1,4 +1,4 @@
-"""The parity matrix as a table: the differences that test_parity.py measured, for the terminal and docs/parallel.md."""
+"""The parity matrix as a table: the differences that test_parity.py measured, for the terminal and parity.md."""
 
 from collections.abc import Sequence
 from pathlib import Path
