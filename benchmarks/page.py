@@ -27,7 +27,7 @@ class Section:
         text = page.read_text() if page.is_file() else ""
         if text.count(self.begin) != 1 or text.count(self.end) != 1 or text.index(self.begin) > text.index(self.end):
             raise ValueError(
-                f"--write={page} must be a file with the lines {self.begin} and {self.end}; try benchmarks/measured.md or scaling.md"
+                f"--write={page} must be a file with the lines {self.begin} and {self.end}; try benchmarks/measured.md"
             )
 
     def check_typed(self, parser: ArgumentParser, page: Path | None) -> None:

@@ -3,7 +3,7 @@
 usage: python benchmarks/suite.py [--work convnet,gpt] [--nproc 1,2] [--only hand-written,runner] [--rounds 5]
            [--runner 'KEY=VALUE ...'] [--steps N] [--minutes 18.5] [--root DIR] [--write benchmarks/measured.md]
 
-Without --work, --nproc and --only the suite measures the workloads and commands that benchmarks/measured.md shows. In each
+Without --work, --nproc and --only the suite measures the workloads and commands of benchmarks/measured.md. In each
 round the commands of a workload run one after the other. The tables have the median and range of the rounds' ratios.
 Everything runs on the CPU with one thread per rank, or with BENCHMARK_DEVICE=cuda in the environment on GPUs. Each
 --runner adds a row for the runner with these overrides.
