@@ -1,8 +1,9 @@
 """`resume=`, `fork=` and `run=`: the overrides of an earlier run or sweep, merged with those of the command line."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -54,69 +55,151 @@ class Arguments:
     resume_force: bool = False  # resume a sweep even if its code has changed
 
 
+@dataclass(frozen=True)
+class _Command:
+    """The overrides of a command, as parsed, and its custom directories."""
+
+    given: list[Override]
+    config_dirs: list[str]
+
+    @cached_property
+    def overrides(self) -> list[str]:
+        return [str(override.input_line) for override in self.given]
+
+    @cached_property
+    def values(self) -> dict[str, Any]:
+        return {override.key_or_group: override.value() for override in self.given}
+
+    @property
+    def task(self) -> str:
+        return str(self.values.get("task", "train"))
+
+    @cached_property
+    def pointer(self) -> Override | None:
+        """The override that names an earlier run, if there is one. Raises InputError if there are several."""
+        found = [each for each in self.given if each.key_or_group in POINTERS and each.value() is not None]
+        if len({each.key_or_group for each in found}) > 1:
+            raise InputError(f"{' and '.join(str(each.input_line) for each in found)} exclude each other; drop one")
+        return found[0] if found else None
+
+    @property
+    def others(self) -> list[Override]:
+        return [override for override in self.given if override is not self.pointer]
+
+    def unchanged(self) -> Arguments:
+        return Arguments(self.overrides, self.overrides, self.config_dirs)
+
+
 def add_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: bool) -> Arguments:
     """Merge the arguments of a command with those that the run of `resume=`, `fork=` or `run=` recorded."""
-    overrides, config_dirs = [_with_full_key(override) for override in overrides], list(config_dirs)
-    unchanged = Arguments(overrides, overrides, config_dirs)
+    overrides = [_with_full_key(override) for override in overrides]
     try:
-        given = OverridesParser.create().parse_overrides(overrides)
+        given = _parse(overrides, multirun)
     except HydraException:
-        return unchanged  # composing reports the syntax error
+        return Arguments(overrides, overrides, list(config_dirs))  # composing reports the syntax error
+    command = _with_known_name(_Command(given, list(config_dirs)), multirun)
+    key = command.pointer.key_or_group if command.pointer else None
+    if multirun and key == "resume":
+        return _resume_sweep(command)
+    if command.task in READS_RECORDS:
+        return command.unchanged() if multirun else _read_records(command, READS_RECORDS[command.task])
+    if key is None:
+        return command.unchanged()
+    if multirun:
+        return _sweep_from_runs(command)
+    if key == "resume":
+        return _resume(command)
+    if key == "fork":
+        return _fork(command)
+    return _repeat(command) if command.task in ("rerun", "trace") else _read_run(command)
+
+
+def _parse(overrides: list[str], multirun: bool) -> list[Override]:
+    """Return the parsed overrides, with environment variables in keys that name a run, and with text as typed."""
+    parser = OverridesParser.create()
+    given = parser.parse_overrides(overrides)
     for override in given:
         if not multirun and override.key_or_group in LOCATIONS and override.is_sweep_override():
             key, _, value = str(override.input_line).partition("=")
             quoted = shlex.quote(f"{key}={quote(value)}")
             raise InputError(f"{override.input_line}: a path with a comma must be quoted; type {quoted}")
-    if (kept := [keep_text(_with_environment(override)) for override in given]) != overrides:
-        return add_recorded(kept, config_dirs, multirun)
-    values = {override.key_or_group: override.value() for override in given}
-    task = str(values.get("task", "train"))
-    pointers = [override for override in given if override.key_or_group in POINTERS and override.value() is not None]
-    if len({override.key_or_group for override in pointers}) > 1:
-        raise InputError(f"{' and '.join(str(each.input_line) for each in pointers)} exclude each other; drop one")
-    pointer = pointers[0] if pointers else None
-    if pointer and pointer.value() == LAST and values.get("name") == ANY_NAME:
-        kind = READS_RECORDS.get(task, "sweep" if multirun and "resume" in values else "run")
-        path = find_directory(pointer.key_or_group, values, kind)
-        others = [override for override in overrides if key_of(override) not in ("name", pointer.key_or_group)]
-        return add_recorded([*others, pointer_to(path, pointer.key_or_group)], config_dirs, multirun)
-    if multirun and pointer and pointer.key_or_group == "resume":
-        return _resume_sweep(pointer, given, values, config_dirs)
-    if task in READS_RECORDS:
-        return unchanged if multirun else _resolve_records(unchanged, given, values, READS_RECORDS[task])
-    if pointer is None:
-        return unchanged
-    if multirun:
-        directories, code_of = _shared_code(pointer, values, config_dirs)
-        return Arguments(overrides, overrides, directories, code_of=code_of)
+    return parser.parse_overrides([keep_text(_with_environment(override)) for override in given])
 
-    key = pointer.key_or_group
-    named, is_rerun = f"{key}={values[key]}", key == "run" and task in ("rerun", "trace")
-    path = find_directory(key, values)
-    weights = [override for override in given if override.key_or_group.partition(".")[0] == "init_from"]
-    if weights and not is_rerun:
-        raise InputError(
-            f"{weights[0].input_line} has no effect on {named}, which restores the weights of that run; leave it out"
-        )
-    if key == "resume":
-        check_location(path, values)
-    recorded, directories = read_overrides(path, named, values.get("trust"))
-    directories = _merge_dirs(named, directories, config_dirs)
-    if key != "resume":
-        dropped = () if is_rerun else OF_TRAINING if key == "run" else OF_START
-        recorded = [override for override in recorded if key_of(override) not in (*OF_RESULTS, *dropped)]
-    merged = _merge(recorded, [override for override in given if override is not pointer])
-    code_of = _code_of(path, values) if key == "run" else None
-    if is_rerun:
-        return _rerun(task, merged, path, directories, code_of)
-    pointing = pointer_to(path, key)
-    if key == "fork":
-        merged = pin_checkpoint(merged, path, str(values.get("checkpoint.load", LAST)))
+
+def _with_known_name(command: _Command, multirun: bool) -> _Command:
+    """Return the command; with name=*, `last` is replaced by the newest directory of all names."""
+    if command.pointer is None or command.pointer.value() != LAST or command.values.get("name") != ANY_NAME:
+        return command
+    key = command.pointer.key_or_group
+    kind = READS_RECORDS.get(command.task, "sweep" if multirun and key == "resume" else "run")
+    path = find_directory(key, command.values, kind)
+    kept = [override for override in command.overrides if key_of(override) not in ("name", key)]
+    return _Command(OverridesParser.create().parse_overrides([*kept, pointer_to(path, key)]), command.config_dirs)
+
+
+def _resume(command: _Command) -> Arguments:
+    path = _find_run(command, "resume")
+    check_location(path, command.values)
+    recorded, directories = _recorded(command, path, "resume")
+    merged = _merge(recorded, command.others)
+    return Arguments([*merged, pointer_to(path, "resume")], _recordable(merged), directories, str(path))
+
+
+def _fork(command: _Command) -> Arguments:
+    path = _find_run(command, "fork")
+    recorded, directories = _recorded(command, path, "fork", (*OF_RESULTS, *OF_START))
+    checkpoint = str(command.values.get("checkpoint.load", LAST))
+    merged = pin_checkpoint(_merge(recorded, command.others), path, checkpoint)
+    return _of_new_run(merged, pointer_to(path, "fork"), directories)
+
+
+def _read_run(command: _Command) -> Arguments:
+    """Return the arguments of a task that reads the run of `run=`, such as evaluate."""
+    path = _find_run(command, "run")
+    recorded, directories = _recorded(command, path, "run", (*OF_RESULTS, *OF_TRAINING))
+    merged = _merge(recorded, command.others)
+    return _of_new_run(merged, pointer_to(path, "run"), directories, _code_of(path, command.values))
+
+
+def _repeat(command: _Command) -> Arguments:
+    """Return the arguments of task=rerun or trace; the new run records those of a training run, as the old one did."""
+    path = find_directory("run", command.values)
+    recorded, directories = _recorded(command, path, "run", OF_RESULTS)
+    merged = _merge(recorded, command.others)
+    training = [override for override in merged if override.partition("=")[0] != "task"]
+    threads = find_run(path).machine.get("threads")
+    if type(threads) is int and not any(override.startswith("threads=") for override in merged):
+        training.append(f"threads={threads}")  # the environment may imply another number now
+    overrides = [*training, f"task={command.task}", pointer_to(path, "run")]
+    code_of = _code_of(path, command.values)
+    return Arguments(overrides, _recordable(training), directories, None, overrides, code_of)
+
+
+def _find_run(command: _Command, key: str) -> Path:
+    """Return the directory of the run that the key names. Raise InputError if `init_from` is set, too."""
+    path = find_directory(key, command.values)
+    for override in command.given:
+        if override.key_or_group.partition(".")[0] == "init_from":
+            named = f"{key}={command.values[key]}"
+            raise InputError(
+                f"{override.input_line} has no effect on {named}, which restores the weights of that run; leave it out"
+            )
+    return path
+
+
+def _recorded(command: _Command, path: Path, key: str, dropped: Collection[str] = ()) -> tuple[list[str], list[str]]:
+    """Return a run's overrides, without the keys `dropped`, and its custom directories with those of the command."""
+    named = f"{key}={command.values[key]}"
+    recorded, directories = read_overrides(path, named, command.values.get("trust"))
+    kept = [override for override in recorded if key_of(override) not in dropped]
+    return kept, _merge_dirs(named, directories, command.config_dirs)
+
+
+def _of_new_run(merged: list[str], pointing: str, config_dirs: list[str], code_of: str | None = None) -> Arguments:
+    """Return the arguments of a new run that reads an earlier one."""
     lasting = _recordable(merged)
-    if key == "resume":
-        return Arguments([*merged, pointing], lasting, directories, str(path))
     launched = [*merged, pointing] if lasting != merged else []
-    return Arguments([*merged, pointing], [*lasting, pointing], directories, None, launched, code_of)
+    return Arguments([*merged, pointing], [*lasting, pointing], config_dirs, None, launched, code_of)
 
 
 def read_overrides(run: Path, named: str, trust: Any = None) -> tuple[list[str], list[str]]:
@@ -144,19 +227,9 @@ def _recordable(overrides: list[str]) -> list[str]:
     return [override for override in overrides if key_of(override) not in NOT_RECORDED]
 
 
-def _rerun(task: str, merged: list[str], path: Path, config_dirs: list[str], code_of: str | None) -> Arguments:
-    """Return the arguments of task=rerun or trace; the new run records those of a training run, as the old one did."""
-    training = [override for override in merged if override.partition("=")[0] != "task"]
-    threads = find_run(path).machine.get("threads")
-    if type(threads) is int and not any(override.startswith("threads=") for override in merged):
-        training.append(f"threads={threads}")  # the environment may imply another number now
-    overrides = [*training, f"task={task}", pointer_to(path, "run")]
-    return Arguments(overrides, _recordable(training), config_dirs, None, overrides, code_of)
-
-
-def _resume_sweep(
-    resume: Override, given: list[Override], values: Mapping[str, Any], config_dirs: list[str]
-) -> Arguments:
+def _resume_sweep(command: _Command) -> Arguments:
+    resume, values = command.pointer, command.values
+    assert resume is not None
     named = str(resume.input_line)
     if resume.is_sweep_override():
         raise InputError(f"{named}: one sweep at a time; type one directory, or resume=last")
@@ -168,10 +241,10 @@ def _resume_sweep(
         raise InputError(f"{named}: its {LEDGER} cannot be read ({error}); start a new sweep") from None
     words = [*(f"{_FLAG}{directory}" for directory in recorded.config_dirs), *recorded.typed]
     check_trusted(named, path, [*words, *(word for job in jobs for word in job.overrides)], values.get("trust"))
-    others = [override for override in given if override.key_or_group not in ("resume", "resume_force", "trust")]
+    others = [each for each in command.given if each.key_or_group not in ("resume", "resume_force", "trust")]
     # Values that add jobs apply once and are not recorded; Hydra's options, such as its launcher, are recorded.
     lasting = _merge(recorded.typed, [override for override in others if override.is_hydra_override()])
-    directories = _merge_dirs(named, recorded.config_dirs, config_dirs)
+    directories = _merge_dirs(named, recorded.config_dirs, command.config_dirs)
     force = values.get("resume_force") is True
     reads = [each for each in OverridesParser.create().parse_overrides(recorded.typed) if each.key_or_group == "run"]
     read_values = dict(override.partition("=")[::2] for override in recorded.typed) | dict(values)
@@ -187,6 +260,13 @@ def _code_of(path: Path, values: Mapping[str, Any]) -> str | None:
         return None
     find_code(path)
     return str(path)
+
+
+def _sweep_from_runs(command: _Command) -> Arguments:
+    """Return the arguments of a new sweep, each of whose jobs reads or forks a run."""
+    assert command.pointer is not None
+    directories, code_of = _shared_code(command.pointer, command.values, command.config_dirs)
+    return Arguments(command.overrides, command.overrides, directories, code_of=code_of)
 
 
 def _shared_code(run: Override, values: Mapping[str, Any], config_dirs: list[str]) -> tuple[list[str], str | None]:
@@ -218,13 +298,14 @@ def _merge_dirs(named: str, recorded: Sequence[str], config_dirs: Sequence[str])
     return absolute_dirs([*existing, *config_dirs])
 
 
-def _resolve_records(unchanged: Arguments, given: list[Override], values: Mapping[str, Any], kind: str) -> Arguments:
+def _read_records(command: _Command, kind: str) -> Arguments:
     """Check the directories that task=report or task=diff reads, before torch is imported, and replace `last`."""
+    values = command.values
     others = values.get("report.runs")
     for path in others if isinstance(others, list) else []:
         check_is_record(Path(str(path)).absolute(), "report.runs")
     if values.get("run") is None:
-        return unchanged
+        return command.unchanged()
     paths = {"run": find_directory("run", values, kind)}
     if kind == "run":
         if values.get("diff.other") is None:
@@ -235,9 +316,9 @@ def _resolve_records(unchanged: Arguments, given: list[Override], values: Mappin
                 f"diff.with={values['diff.other']} is the same run as run={values['run']}; name two different runs"
             )
         check_comparable((paths["run"], paths["diff.other"]))
-    kept = [override for override in given if override.key_or_group not in paths]
+    kept = [override for override in command.given if override.key_or_group not in paths]
     overrides = [*_merge([], kept), *(pointer_to(path, key) for key, path in paths.items())]
-    return Arguments(overrides, overrides, unchanged.config_dirs)
+    return Arguments(overrides, overrides, command.config_dirs)
 
 
 def _with_environment(override: Override) -> str:
