@@ -57,11 +57,12 @@ def train(overrides: Iterable[str] = (), config_dirs: Directories = ()) -> Run:
                 config, request = prepare(arguments, EMBEDDED, _command(texts, directories))
                 launcher = make_launcher(config)
                 if launches_jobs(config):
-                    raise InputError(f"task={request.choices['task']} is not a single run; run it in a shell")
+                    raise InputError(f"task={request.command.choices['task']} is not a single run; run it in a shell")
                 if launcher.queues or launcher.started_on_each:
-                    name = request.choices["launcher"]
+                    name = request.command.choices["launcher"]
                     raise InputError(f"launcher={name} also runs on other machines; run it in a shell")
-                launch(config, replace(request, directory_file=str(directory_file)), EMBEDDED, launcher)
+                destination = replace(request.destination, file=str(directory_file))
+                launch(config, replace(request, destination=destination), EMBEDDED, launcher)
         except (JobFailed, Preempted) as error:
             error.directory = directory_file.read_text() if directory_file.exists() else ""
             raise

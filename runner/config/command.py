@@ -13,7 +13,7 @@ from runner.config.resume import Arguments, add_recorded
 from runner.config.schema import Config
 from runner.distributed.environment import RankInfo, run_in_progress
 from runner.errors import InputError
-from runner.records.run_directory import Request
+from runner.records.run_directory import Command, Destination, Request
 
 
 @contextmanager
@@ -28,17 +28,15 @@ def composing(overrides: list[str], config_dirs: list[str], multirun: bool) -> I
         yield arguments
 
 
-def prepare(arguments: Arguments, rank_info: RankInfo, command: Sequence[str]) -> tuple[Config, Request]:
+def prepare(arguments: Arguments, rank_info: RankInfo, words: Sequence[str]) -> tuple[Config, Request]:
     """Return the checked configuration of one run, and its request. Raise InputError with every wrong value."""
     cfg = compose(arguments.overrides)
     config = checked(cfg, arguments.overrides)
+    choices = dict(cfg.hydra.runtime.choices)
     request = Request(
-        overrides=tuple(arguments.recorded),
-        launch_overrides=tuple(arguments.launch_overrides),
-        config_dirs=tuple(arguments.config_dirs),
-        command=tuple(command),
-        directory=arguments.directory or rank_info.directory,
-        choices=dict(cfg.hydra.runtime.choices),
+        Command(tuple(arguments.recorded), tuple(arguments.config_dirs), tuple(words), choices),
+        Destination(arguments.directory or rank_info.directory),
+        queued_overrides=tuple(arguments.launch_overrides),
         code_of=arguments.code_of,
     )
     return config, request

@@ -50,7 +50,7 @@ class Arguments:
     recorded: list[str]
     config_dirs: list[str]  # absolute paths in the order of the command line
     directory: str | None = None  # the run or sweep directory to resume; None for a new one
-    launch_overrides: list[str] = field(default_factory=list)
+    launch_overrides: list[str] = field(default_factory=list)  # `Request.queued_overrides`
     code_of: str | None = None
     resume_force: bool = False  # resume a sweep even if its code has changed
 

@@ -16,7 +16,7 @@ from runner.errors import InputError, as_input_error
 from runner.input.stream import UNKNOWN_LENGTH
 from runner.records.loggers.dashboard import read_ids
 from runner.records.monitor import Monitor
-from runner.records.run_directory import CHECKPOINTS, Request, RunDirectory, new_directory
+from runner.records.run_directory import CHECKPOINTS, Destination, RunDirectory, new_directory
 from runner.records.run_files import METRICS, check_links, read_mapping, read_metrics
 from runner.records.run_lock import DEAD_AFTER_S
 from runner.records.run_record import RESULT
@@ -78,7 +78,7 @@ def copy_start(checkpoint: Path, directory: Path) -> None:
         shutil.copy2(checkpoint.parent.parent / METRICS, directory / METRICS)
 
 
-def agree_on_directory(config: Config, request: Request, world: World) -> Path:
+def agree_on_directory(config: Config, destination: Destination, world: World) -> Path:
     """Return the run directory, which rank 0 creates for a new run. All ranks must call it.
 
     Raises InputError if it cannot be created, or if the run of `fork=` has no such checkpoint, or only damaged ones.
@@ -88,11 +88,11 @@ def agree_on_directory(config: Config, request: Request, world: World) -> Path:
         if before := world.consensus.before_restart("directory"):
             return before
         start = None
-        if config.fork and not (request.directory and Path(request.directory, OVERRIDES).exists()):
+        if config.fork and not (destination.directory and Path(destination.directory, OVERRIDES).exists()):
             with as_input_error(f"fork={config.fork}: "):
                 start = choose_checkpoint(Path(config.fork, CHECKPOINTS), config.checkpoint.load)
         try:
-            directory = request.directory or str(new_directory(config.outputs, config.name))
+            directory = destination.directory or str(new_directory(config.outputs, config.name))
             os.makedirs(directory, exist_ok=True)
             if start is not None:
                 copy_start(start, Path(directory))
@@ -103,13 +103,13 @@ def agree_on_directory(config: Config, request: Request, world: World) -> Path:
 
     path = world.consensus.broadcast("directory", create)
     world.consensus.keep_for_restart("directory", path)
-    if world.rank_info.local_rank == 0 and request.directory_file is not None:
-        Path(request.directory_file).write_text(path)  # for the launcher of each machine
+    if world.rank_info.local_rank == 0 and destination.file is not None:
+        Path(destination.file).write_text(path)  # for the launcher of each machine
     return Path(path)
 
 
 @contextmanager
-def locked(directory: RunDirectory, config: Config, request: Request, world: World) -> Iterator[None]:
+def locked(directory: RunDirectory, config: Config, mode: str, world: World) -> Iterator[None]:
     """Lock the run directory for this world. All ranks must call it.
 
     Raise InputError if another world has locked it. A world that its agent has restarted takes over its own lock.
@@ -125,7 +125,7 @@ def locked(directory: RunDirectory, config: Config, request: Request, world: Wor
             number,
             hosts=world.local_ranks.hosts(),
             world_size=world.world_size,
-            parallel=request.choices["parallel"],
+            parallel=mode,
             changed=changed,
         )
         return str(directory.attempt.number)

@@ -54,7 +54,7 @@ def run_job(config: Config, request: Request, world: World) -> dict[str, float]:
     Return its metrics. Raise InputError (nothing was written), Preempted (a signal stopped it) or JobFailed.
     """
     with run_in_progress(), handling_signals():
-        if request.choices.get("parallel") == AUTO:
+        if request.command.choices.get("parallel") == AUTO:
             from runner.jobs.mode_choice import choose_mode  # imported late, because other jobs do not need it
 
             config, request = choose_mode(_run_once, config, request, world)
@@ -93,20 +93,22 @@ def _run_once(config: Config, request: Request, world: World, may_double: bool |
 
 
 def _run(config: Config, request: Request, world: World, may_double: bool | None) -> dict[str, float]:
+    choices = request.command.choices
     world.consensus.load_kept()
     task, experiment, crashed = _agree_on_input(config, request, world)
     if experiment is not None and may_double is not None:
         experiment.warnings.extend(describe_choice(config, experiment))
-    directory = RunDirectory(agree_on_directory(config, request, world), writes=world.rank == 0)
+    directory = RunDirectory(agree_on_directory(config, request.destination, world), writes=world.rank == 0)
+    directory.pruner = request.pruner
     report_late = partial(report_failure, directory.path)
     world.shutdown.begin_run(directory.path / LOGS, report_late, watch_outcome(directory.path), bool(may_double))
-    with locked(directory, config, request, world), logging_to(world.rank, directory.path) as console:
+    with locked(directory, config, choices["parallel"], world), logging_to(world.rank, directory.path) as console:
         record = RunRecord(
             directory.path,
-            task=request.choices["task"],
-            model=request.choices["model"],
-            data=request.choices["data"],
-            parallel=request.choices["parallel"],
+            task=choices["task"],
+            model=choices["model"],
+            data=choices["data"],
+            parallel=choices["parallel"],
             world_size=world.world_size,
             seed=config.seed,
             samples=count_samples(experiment),
@@ -116,7 +118,7 @@ def _run(config: Config, request: Request, world: World, may_double: bool | None
             monitor=asdict(experiment.monitor) if experiment is not None else None,
             parent=config.fork,
         )
-        directory.prepare(config, request, record)
+        directory.prepare(config, request.command, record)
         end, is_repeated = _End("finished"), False
         try:
             if not (directory.is_resumed or config.fork) or (task is not None and not task.trains):
@@ -162,7 +164,7 @@ def _form_group(world: World, experiment: Experiment | None) -> None:
 
 def _describe_code(config: Config, request: Request, directory: RunDirectory) -> list[str]:
     """Return the header lines about replaced options and, on the rank that writes, about custom code."""
-    hidden = describe_hidden(request.config_dirs, request.choices)
+    hidden = describe_hidden(request.command.config_dirs, request.command.choices)
     lines = [hidden] if hidden else []
     if (code := directory.record.code) and code["submitted"]:
         lines.append(f"code     as of {code['submitted']}, when the job was submitted")
@@ -191,7 +193,7 @@ def _agree_on_input(config: Config, request: Request, world: World) -> tuple[Job
     except (Exception, SystemExit) as error:
         crashed = [_traceback(error)]
     if world.rank == 0:
-        earlier = request.directory or world.consensus.before_restart("directory") or config.fork
+        earlier = request.destination.directory or world.consensus.before_restart("directory") or config.fork
         refused += check_directory(earlier, config, experiment)
     if refused := world.consensus.first_error("refused", refused):
         raise InputError(*refused)
@@ -200,15 +202,16 @@ def _agree_on_input(config: Config, request: Request, world: World) -> tuple[Job
 
 
 def _build(config: Config, request: Request, world: World) -> tuple[JobTask, Experiment | None]:
-    init_from = find_initial_weights(config, request.directory, world)
+    choices = request.command.choices
+    init_from = find_initial_weights(config, request.destination.directory, world)
     messages = choose_devices(world)
     set_threads(world, config.threads)
     reset_process(config.seed)
     task: JobTask = make_task(config, JobTask)
     messages += check_fit(config, world.device.type)
-    if messages := messages + check_size(config, request.choices, task, world.world_size):
+    if messages := messages + check_size(config, choices, task, world.world_size):
         raise InputError(*messages)
-    return task, build(config, request.choices, world, init_from, task.trains) if task.needs_experiment else None
+    return task, build(config, choices, world, init_from, task.trains) if task.needs_experiment else None
 
 
 @dataclass

@@ -9,7 +9,7 @@ from runner.distributed.backend import as_backend
 from runner.distributed.sync_batch_norm import trains_batch_norm
 from runner.distributed.world import World
 from runner.errors import InputError, JobFailed
-from runner.records.run_directory import Request
+from runner.records.run_directory import Command, Request
 from runner.training.build import Experiment
 from runner.training.components import make_parallel
 
@@ -48,9 +48,9 @@ def run_until_it_fits(
     The job is repeated in its run directory, from its last checkpoint if it has one. The run records the number that
     fits instead of auto. All ranks must call it. Raises InputError for a mode that can neither be planned nor repeated.
     """
-    mode = request.choices["parallel"]
-    is_repeatable = world.world_size == 1 or make_parallel(config.parallel, request.choices).fails_at_once
-    planned = _planned_count(config, request, world)
+    mode = request.command.choices["parallel"]
+    is_repeatable = world.world_size == 1 or make_parallel(config.parallel, request.command.choices).fails_at_once
+    planned = _planned_count(config, request.command, world)
     if planned is None and not is_repeatable:
         raise InputError(
             f"micro_batches=auto: the model cannot be planned, and with parallel={mode} the other ranks would wait for "
@@ -58,24 +58,24 @@ def run_until_it_fits(
         )
     count = planned or 1
     while True:
-        kept = [text for text in request.overrides if text.lstrip("+").partition("=")[0] != "micro_batches"]
-        settled = replace(request, overrides=(*kept, f"micro_batches={count}"))
+        kept = [text for text in request.command.overrides if text.lstrip("+").partition("=")[0] != "micro_batches"]
+        settled = replace(request, command=replace(request.command, overrides=(*kept, f"micro_batches={count}")))
         try:
             return run_once(replace(config, micro_batches=count), settled, world, is_repeatable)
         except TooLarge as error:
-            request = replace(request, directory=error.directory)
+            request = replace(request, destination=replace(request.destination, directory=error.directory))
         count *= 2
         gc.collect()  # autograd graphs of the failed steps
 
 
-def _planned_count(config: Config, request: Request, world: World) -> int | None:
+def _planned_count(config: Config, command: Command, world: World) -> int | None:
     """Return the number of micro-batches according to rank 0's plan; None without a plan. All ranks must call it."""
     from runner.jobs.fit import count_that_fits, from_rank_0, plan_for  # imported late, because few jobs need them
     from runner.planning.modes import ModeConfig
 
     def plan() -> int | None:
-        mode = ModeConfig(config, request.choices)
-        (cell,) = plan_for(world, {request.choices["parallel"]: mode}, request.config_dirs)
+        mode = ModeConfig(config, command.choices)
+        (cell,) = plan_for(world, {command.choices["parallel"]: mode}, command.config_dirs)
         return count_that_fits(cell, config.batch_size)
 
     planned: int | None = from_rank_0(world, as_backend(config.backend), plan)

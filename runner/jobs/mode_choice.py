@@ -22,7 +22,7 @@ from runner.planning.modes import ModeConfig, compose_modes
 from runner.records.attempts import error_line
 from runner.records.console import logging_to
 from runner.records.finding import CELLS
-from runner.records.run_directory import CHOICE, Request
+from runner.records.run_directory import CHOICE, Command, Destination, Request
 from runner.records.run_files import read_mapping, write_atomically
 from runner.training.components import make_parallel
 
@@ -45,53 +45,57 @@ def choose_mode(run_once: RunOnce, config: Config, request: Request, world: Worl
     The choice is recorded in the run directory, in the file CHOICE. A job that resumes the run in a world of the same
     size uses the recorded mode. Raises InputError if no mode fits, and Preempted as `run_once` does.
     """
-    overrides, chosen = request.overrides, request.choices["parallel"]
-    options = make_parallel(config.parallel, request.choices)
+    command, destination = request.command, request.destination
+    overrides, chosen = command.overrides, command.choices["parallel"]
+    options = make_parallel(config.parallel, command.choices)
     assert isinstance(options, Auto)
-    with prepared_hydra(request.config_dirs):
+    with prepared_hydra(command.config_dirs):
         measured = (*for_mode(overrides, chosen, chosen, DROPPED), *MEASURE)
-        modes = compose_modes(replace(request, overrides=measured), modes_to_compare(chosen), ())
+        modes = compose_modes(replace(command, overrides=measured), modes_to_compare(chosen), ())
 
     def candidates() -> dict[str, Any]:
-        directory = request.directory or world.consensus.before_restart("directory")
+        directory = destination.directory or world.consensus.before_restart("directory")
         if directory and Path(directory, CHOICE).exists():
             choice = read_mapping(Path(directory, CHOICE))
             if choice.get("world_size") == world.world_size:
                 return choice
-        return {"candidates": _candidates(modes, config, request, world, options)}
+        return {"candidates": _candidates(modes, config, command, world, options)}
 
     choice = from_rank_0(world, as_backend(config.backend), candidates)
-    path = agree_on_directory(config, request, world)
+    path = agree_on_directory(config, destination, world)
     if "mode" in choice:
         for _ in range(choice["jobs"]):  # so that a restarted world numbers its jobs identically
             world.begin_job(as_backend(config.backend))
     else:
         with logging_to(world.rank, path):
-            choice = _measure(run_once, modes, choice["candidates"], replace(request, directory=str(path)), world)
+            choice = _measure(run_once, modes, choice["candidates"], path, request, world)
     mode = modes[choice["mode"]]
     assert isinstance(mode, ModeConfig)
     return replace(config, parallel=mode.config.parallel), replace(
         request,
-        directory=str(path),
-        overrides=tuple(for_mode(overrides, chosen, choice["mode"], ())),
-        choices={**request.choices, "parallel": choice["mode"]},
+        command=replace(
+            command,
+            overrides=tuple(for_mode(overrides, chosen, choice["mode"], ())),
+            choices={**command.choices, "parallel": choice["mode"]},
+        ),
+        destination=replace(destination, directory=str(path)),
     )
 
 
-def _candidates(modes: Modes, config: Config, request: Request, world: World, options: Auto) -> dict[str, Any]:
+def _candidates(modes: Modes, config: Config, command: Command, world: World, options: Auto) -> dict[str, Any]:
     """Return the modes to measure, the fastest according to the plan first, each with its number of micro-batches.
 
     Modes that are not equal to parallel=none are left out. Modes that cannot be planned, because the model reads values
     of tensors, come last. Raises InputError if no mode fits.
     """
     print(f"auto     planning {', '.join(modes)}", flush=True)
-    cells = plan_for(world, modes, request.config_dirs, memory_gib=options.memory_gib, device=options.device)
+    cells = plan_for(world, modes, command.config_dirs, memory_gib=options.memory_gib, device=options.device)
     if all(cell.is_refused for cell in cells):
         raise InputError(*dict.fromkeys(f"parallel={cell.mode}: {cell.reason}" for cell in cells))
     counts = {cell.mode: _micro_batches(cell, config) for cell in cells}
     fitting = [cell for cell in cells if not cell.is_refused and cell.is_exact and counts[cell.mode]]
     if not fitting:
-        raise InputError(_describe_need(cells, modes, config, request, world, options))
+        raise InputError(_describe_need(cells, modes, config, command, world, options))
     fitting.sort(key=lambda cell: -cell.samples_per_s)
     return {cell.mode: counts[cell.mode] for cell in fitting[: options.candidates]}
 
@@ -106,7 +110,7 @@ def _micro_batches(cell: Cell, config: Config) -> int | None:
 
 
 def _describe_need(
-    cells: list[Cell], modes: Modes, config: Config, request: Request, world: World, options: Auto
+    cells: list[Cell], modes: Modes, config: Config, command: Command, world: World, options: Auto
 ) -> str:
     """Return the error for a model that fits in no mode, with the smallest world size in which it would fit."""
     exact = [cell for cell in cells if cell.ranks and cell.is_exact]
@@ -120,21 +124,23 @@ def _describe_need(
     )
     size = 2 * world.world_size
     while size <= LARGEST_WORLD:
-        cells = plan_for(world, modes, request.config_dirs, size, memory_gib=options.memory_gib, device=options.device)
+        cells = plan_for(world, modes, command.config_dirs, size, memory_gib=options.memory_gib, device=options.device)
         if fitting := [cell for cell in cells if cell.ranks and cell.is_exact and _micro_batches(cell, config)]:
             return f"{text}; parallel={fitting[0].mode} fits on {size} ranks"
         size *= 2
     return f"{text}; try activation_checkpointing=full{'' if is_auto else ', micro_batches=auto'} or a smaller model"
 
 
-def _measure(run_once: RunOnce, modes: Modes, counts: dict[str, int], request: Request, world: World) -> dict[str, Any]:
+def _measure(
+    run_once: RunOnce, modes: Modes, counts: dict[str, int], path: Path, request: Request, world: World
+) -> dict[str, Any]:
     """Run task=measure in each candidate mode, and return the choice, which rank 0 records. All ranks must call it.
 
     Each mode is measured twice, and the higher speed is used, because the first job of a process is slower than later
     ones.
     """
     log.info("auto     measuring %s", ", ".join(counts))
-    path, rates, failed = Path(str(request.directory)), dict[str, float](), dict[str, str]()
+    rates, failed = dict[str, float](), dict[str, str]()
     num_jobs = 1  # the one that broadcasts the choice
     for name, count in [*counts.items()] * 2:
         mode = modes[name]
@@ -143,10 +149,10 @@ def _measure(run_once: RunOnce, modes: Modes, counts: dict[str, int], request: R
         num_jobs += 1
         measured = replace(
             request,
-            overrides=(*mode.overrides, f"micro_batches={count}"),
-            choices=mode.choices,
-            directory=str(path / CELLS / name),
-            directory_file=None,
+            command=replace(
+                request.command, overrides=(*mode.overrides, f"micro_batches={count}"), choices=mode.choices
+            ),
+            destination=Destination(str(path / CELLS / name)),
         )
         try:
             metrics = run_once(replace(mode.config, micro_batches=count), measured, world)

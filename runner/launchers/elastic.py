@@ -26,7 +26,7 @@ from runner.errors import JobFailed, Preempted, print_messages
 from runner.launchers.node_rendezvous import Rendezvous
 from runner.launchers.rank_process import FAILURE_REPORTED, Outcome
 from runner.records.attempts import error_line
-from runner.records.run_directory import CHECKPOINTS, Request
+from runner.records.run_directory import CHECKPOINTS, Destination
 from runner.records.run_record import find_run, report_failure, result_mtime_ns
 
 UNUSED_SIGNAL = "SIGXCPU"  # torch's agent terminates all ranks at its signals, and needs at least one
@@ -65,7 +65,7 @@ class RankDied(JobFailed):
 
 
 def run_worlds(
-    rendezvous: Rendezvous, ranks: Ranks, request: Request, max_restarts: int, received: Sequence[str]
+    rendezvous: Rendezvous, ranks: Ranks, destination: Destination, max_restarts: int, received: Sequence[str]
 ) -> dict[str, float]:
     """Run the job to its end, restarting its world while it makes progress.
 
@@ -79,10 +79,10 @@ def run_worlds(
     try:
         while True:
             attempt = rendezvous.join()
-            step, before = _newest_step(run_directory(request)), result_mtime_ns(run_directory(request))
+            step, before = _newest_step(destination.find()), result_mtime_ns(destination.find())
             try:
                 result = _run_agent(attempt, ranks)
-                outcome = _outcome(result, reported_failure(run_directory(request), before))
+                outcome = _outcome(result, reported_failure(destination.find(), before))
             except RendezvousClosedError:
                 rendezvous.leave()
                 continue
@@ -93,14 +93,14 @@ def run_worlds(
             if died and received:
                 raise Preempted(received[0])  # the rank had not started its job; nothing is lost
             if isinstance(outcome, JobFailed) and max_restarts and not received:
-                reached = _newest_step(run_directory(request))
+                reached = _newest_step(destination.find())
                 failures = [*(failures if reached == step else ()), str(outcome)]
                 reason = refusal(failures, reached, max_restarts)
                 if died or rendezvous.is_first or reason:
                     print_messages([reason or f"{_summary(failures[-1])}: restarted from {_describe_step(reached)}"])
                 if reason is None:
                     continue
-            if died and (directory := run_directory(request)):
+            if died and (directory := destination.find()):
                 report_failure(Path(directory), str(outcome))  # the ranks may not have been able to record it
             elif died:
                 print_messages([str(outcome)])
@@ -192,13 +192,7 @@ def _describe_step(step: int) -> str:
 
 
 @contextmanager
-def recording_directory(request: Request) -> Iterator[Request]:
-    """Yield the request with a file into which the ranks of this machine write the path of the run directory."""
+def recording_directory(destination: Destination) -> Iterator[Destination]:
+    """Yield the destination with a file into which the ranks of this machine write the path of the run directory."""
     with TemporaryDirectory() as temporary:
-        yield replace(request, directory_file=request.directory_file or str(Path(temporary, "directory")))
-
-
-def run_directory(request: Request) -> str | None:
-    """Return the run directory if it is known on this machine."""
-    file = Path(request.directory_file) if request.directory_file else None
-    return file.read_text() if file and file.exists() else request.directory
+        yield replace(destination, file=destination.file or str(Path(temporary, "directory")))

@@ -35,23 +35,24 @@ def make_launcher(config: Config) -> Launcher:
 
 def launch(config: Config, request: Request, rank_info: RankInfo, launcher: Launcher | None = None) -> dict[str, float]:
     """Run the job by its launcher. Return the metrics, or raise as runner.jobs.job.run_job does."""
-    launcher = launcher or make_launcher(config)
+    launcher, choices = launcher or make_launcher(config), request.command.choices
     if launcher.queues and rank_info.directory:  # this process belongs to the queued job
         launcher = Env(launcher.join_timeout_s)
     if launcher.queues:
-        check_queueable(config, request.choices)
-        locate_initial_weights(config, request.directory)
-        request = replace(request, overrides=request.launch_overrides or request.overrides)
+        check_queueable(config, choices)
+        locate_initial_weights(config, request.destination.directory)
+        if request.queued_overrides:
+            request = replace(request, command=replace(request.command, overrides=request.queued_overrides))
     if launches_jobs(config):
         task: LaunchingTask = make_task(config, LaunchingTask)
         return task.launch_jobs(config, request, rank_info)
     if launcher.starts_processes and not rank_info.may_start_processes:
         raise InputError(
-            f"launcher={request.choices['launcher']} starts processes itself, but {rank_info.source} has started this "
+            f"launcher={choices['launcher']} starts processes itself, but {rank_info.source} has started this "
             f"one as rank {rank_info.rank} of {rank_info.world_size}; add launcher=env"
         )
     if launcher.world_size is not None:
-        check_ahead(config, request.choices, launcher.world_size)
+        check_ahead(config, choices, launcher.world_size)
     return launcher.launch(config, request, rank_info)
 
 

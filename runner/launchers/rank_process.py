@@ -36,7 +36,7 @@ def run_rank(config: Config, request: Request, join_timeout_s: float, source: st
     multiprocessing.set_start_method(None, force=True)
     # Otherwise a process that a callback forks would keep the launcher's fork server running.
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
-    rank_info = replace(find_rank_info(), source=source, restart=0, restart_file=f"{request.directory_file}-restart")
+    rank_info = replace(find_rank_info(), source=source, restart=0, restart_file=f"{request.destination.file}-restart")
     try:
         world = join(rank_info, as_backend(config.backend), join_timeout_s)
     except (InputError, Preempted) as error:

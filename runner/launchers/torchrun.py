@@ -5,6 +5,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from torch.distributed.elastic.rendezvous import (
@@ -21,11 +22,11 @@ from runner.distributed.machine import check_shared_memory
 from runner.distributed.network import address_towards, is_loopback
 from runner.errors import InputError, JobFailed
 from runner.launchers.contract import Launcher
-from runner.launchers.elastic import Ranks, recording_directory, run_directory, run_worlds
+from runner.launchers.elastic import Ranks, recording_directory, run_worlds
 from runner.launchers.env import check_options
 from runner.launchers.node_rendezvous import Nodes, OneMachine
 from runner.launchers.rank_process import forwarding_signals, run_rank, start_fork_server
-from runner.records.run_directory import Request
+from runner.records.run_directory import Destination, Request
 
 LAST_CALL_S = 30  # for which the minimum number of machines waits for more machines
 REPORT_S = 20.0  # for the ranks to report that a machine does not respond, after backend.timeout_s
@@ -67,21 +68,25 @@ class Torchrun(Launcher):
     def launch(self, config: Config, request: Request, rank_info: RankInfo) -> dict[str, float]:
         check_shared_memory(f"launcher={self.source}")
         start_fork_server()
-        with forwarding_signals(rank_info.is_embedded) as received, recording_directory(request) as request:
-            ranks = Ranks(self.nproc_per_node, run_rank, (config, request, self.join_timeout_s, self.source))
+        with (
+            forwarding_signals(rank_info.is_embedded) as received,
+            recording_directory(request.destination) as destination,
+        ):
+            arguments = (config, replace(request, destination=destination), self.join_timeout_s, self.source)
+            ranks = Ranks(self.nproc_per_node, run_rank, arguments)
             # The ranks must report a lost machine before the agent notices it and terminates them.
-            return self.run(ranks, request, received, as_backend(config.backend).timeout_s + REPORT_S)
+            return self.run(ranks, destination, received, as_backend(config.backend).timeout_s + REPORT_S)
 
     def run(
-        self, ranks: Ranks, request: Request, received: Sequence[str], timeout_s: float | None = None
+        self, ranks: Ranks, destination: Destination, received: Sequence[str], timeout_s: float | None = None
     ) -> dict[str, float]:
         """Run the job with these ranks on this machine. Arguments and results are those of `run_worlds` and `Nodes`."""
         if self.max_nodes == 1:
-            return run_worlds(OneMachine(self.join_timeout_s), ranks, request, self.max_restarts, received)
+            return run_worlds(OneMachine(self.join_timeout_s), ranks, destination, self.max_restarts, received)
         where, nodes = f"{self.endpoint_key}={self.host}:{self.port}", None
         try:
             nodes = Nodes(self._parameters(), timeout_s, self.node_rank)
-            return run_worlds(nodes, ranks, request, self.max_restarts, received)
+            return run_worlds(nodes, ranks, destination, self.max_restarts, received)
         except RendezvousError as error:
             reason = str(error) or type(error).__name__
             if nodes is None or not nodes.worlds:
@@ -94,7 +99,7 @@ class Torchrun(Launcher):
                 text = f"{where}, the rendezvous of the nodes, is lost: it does not respond"
             elif isinstance(error, RendezvousClosedError):
                 text = f"{where}: another node has given up, and reports why"
-        if directory := run_directory(request):
+        if directory := destination.find():
             text += f"; start every node again with resume={directory}"
         print(text, file=sys.stderr, flush=True)
         raise JobFailed(text)

@@ -19,7 +19,7 @@ from runner.input.datasets import load_data
 from runner.input.source import Source
 from runner.planning.cell import Cell, plan_cell
 from runner.planning.costs import Costs, Device
-from runner.records.run_directory import Request
+from runner.records.run_directory import Command
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class ModeConfig:
     overrides: Sequence[str] = ()
 
 
-def compose_modes(request: Request, modes: Sequence[str], dropped: Sequence[str]) -> dict[str, ModeConfig | InputError]:
+def compose_modes(command: Command, modes: Sequence[str], dropped: Sequence[str]) -> dict[str, ModeConfig | InputError]:
     """Return the configuration of each mode, or the error with which the command line would refuse it.
 
     dropped: The top-level keys whose overrides are left out.
     """
     found: dict[str, ModeConfig | InputError] = {}
     for mode in modes:
-        overrides = for_mode(request.overrides, request.choices["parallel"], mode, dropped)
+        overrides = for_mode(command.overrides, command.choices["parallel"], mode, dropped)
         try:
             cfg = compose(overrides)
             found[mode] = ModeConfig(checked(cfg, overrides), dict(cfg.hydra.runtime.choices), overrides)

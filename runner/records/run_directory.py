@@ -33,17 +33,36 @@ MIN_BYTES, MIN_FILES = 2**16, 8  # free space and files that a run needs when it
 
 
 @dataclass(frozen=True)
-class Request:
-    """The request to run a job: the command that a run directory records besides the configuration, and options."""
+class Command:
+    """What was typed for a run, which its directory records besides the configuration."""
 
     overrides: tuple[str, ...] = ()  # without run= and resume=
     config_dirs: tuple[str, ...] = ()  # custom directories; a later one takes precedence
-    command: tuple[str, ...] = ()
-    directory: str | None = None  # of a sweep's job or of a resumed run; None creates a new one
+    words: tuple[str, ...] = ()  # of the process
     choices: Mapping[str, str] = field(default_factory=dict)  # the chosen option of each group
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where a run writes."""
+
+    directory: str | None = None  # of a sweep's job or of a resumed run; None creates a new one
+    file: str | None = None  # to which the path of the run directory is written, for other processes
+
+    def find(self) -> str | None:
+        """Return the path of the run directory if it is known on this machine."""
+        file = Path(self.file) if self.file else None
+        return file.read_text() if file and file.exists() else self.directory
+
+
+@dataclass(frozen=True)
+class Request:
+    """The request to run a job."""
+
+    command: Command = Command()
+    destination: Destination = Destination()
     pruner: Callable[[int, dict[str, float]], bool] | None = None  # (step, metrics) -> whether to prune the run
-    launch_overrides: tuple[str, ...] = ()  # for a launcher's processes, if they differ from `overrides`
-    directory_file: str | None = None  # a file to which the path of the run directory is written
+    queued_overrides: tuple[str, ...] = ()  # of a queued job's processes, if they differ from those of the command
     code_of: str | None = None  # the run whose copy of the custom modules is imported; None for the current files
 
 
@@ -94,20 +113,20 @@ class RunDirectory:
             self._lock.release()
             self._lock = None
 
-    def prepare(self, config: Any, request: Request, record: RunRecord) -> None:
+    def prepare(self, config: Any, command: Command, record: RunRecord) -> None:
         """Collect the content of the files without writing it.
 
         config: a dataclass. record: what the job knows of the run; this function adds where and from what it started.
         """
-        self.pruner, self.record = request.pruner, record
+        self.record = record
         if not self.writes:
             return
         previous = started_at(self.path) if (self.path / RESULT).exists() else None
         record.started = datetime.fromtimestamp(previous or time.time(), UTC).isoformat(timespec="milliseconds")
-        record.command, record.hosts = list(request.command), self.attempt.hosts
+        record.command, record.hosts = list(command.words), self.attempt.hosts
         record.git, record.versions = provenance.git_state(), provenance.versions()
         record.machine = provenance.machine()
-        values, directories = asdict(config), [original_path(directory) for directory in request.config_dirs]
+        values, directories = asdict(config), [original_path(directory) for directory in command.config_dirs]
         self._code = imported_code(values)
         self.attempt.code = self._code.hash
         repositories = provenance.custom_repositories([*directories, *self._code.directories])
@@ -117,7 +136,7 @@ class RunDirectory:
         self._texts = {
             **provenance.uncommitted_changes(record.git, repositories),
             CONFIG: yaml.safe_dump(values, sort_keys=False),
-            OVERRIDES: yaml.safe_dump([*(f"--config-dir={path}" for path in directories), *request.overrides]),
+            OVERRIDES: yaml.safe_dump([*(f"--config-dir={path}" for path in directories), *command.overrides]),
         }
 
     def commit(self, first_step: int = 0) -> None:

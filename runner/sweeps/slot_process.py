@@ -19,7 +19,7 @@ def main() -> int:
     config, request, cores, gpus = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_die_with_sweep, daemon=True, name="sweep").start()
     confine(cores, gpus)
-    add_to_path(request.config_dirs)
+    add_to_path(request.command.config_dirs)
     from runner.launchers.launch import launch_and_report
 
     tune_process()

@@ -21,7 +21,7 @@ from runner.distributed.failures.signals import forget_signal, received
 from runner.errors import InputError, JobFailed, Preempted, as_input_error, print_messages
 from runner.records import ledger
 from runner.records.ledger import JobRecord, SweepRecord, is_stop_requested, job_of, read_ledger
-from runner.records.run_directory import Request, new_directory
+from runner.records.run_directory import Command, Destination, Request, new_directory
 from runner.records.run_record import DONE, find_run
 from runner.sweeps.jobs import Composer, check_shared, new_job, number_jobs, shared_values
 from runner.sweeps.queues import check_launchers, find_unfinished
@@ -194,11 +194,8 @@ class Sweep:
     def request(self, job: JobRecord, overrides: list[str], choices: dict[str, str]) -> Request:
         """Return the request of a job. `overrides` are those with which it is composed."""
         return Request(
-            overrides=tuple(overrides),
-            config_dirs=tuple(self.record.config_dirs),
-            command=tuple(self.record.command),
-            directory=str(job.directory),
-            choices=choices,
+            Command(tuple(overrides), tuple(self.record.config_dirs), tuple(self.record.command), choices),
+            Destination(str(job.directory)),
             pruner=self.pruners.get(job.number),
             code_of=self.given.code_of,
         )

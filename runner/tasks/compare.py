@@ -2,7 +2,7 @@
 
 import logging
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from runner.checkpoints.layout import list_checkpoints
@@ -17,7 +17,7 @@ from runner.jobs.task import LaunchingTask
 from runner.records.attempts import error_line
 from runner.records.console import logging_to
 from runner.records.finding import CELLS
-from runner.records.run_directory import CHECKPOINTS, Request, RunDirectory, new_directory
+from runner.records.run_directory import CHECKPOINTS, Command, Destination, Request, RunDirectory, new_directory
 from runner.records.run_record import RunRecord
 from runner.records.tables import csv_table, format_number, markdown_table, text_table
 
@@ -76,7 +76,8 @@ class Compare(LaunchingTask):
 
     def launch_jobs(self, config: Config, request: Request, rank_info: RankInfo) -> dict[str, float]:
         """Measure every cell, save the table, and return each cell's samples per second. All ranks must call it."""
-        cells = _cells(config, request, rank_info)
+        command = request.command
+        cells = _cells(config, command, rank_info)
         world = join(rank_info, as_backend(config.backend))
         world.begin_job(as_backend(config.backend))
         path = Path(world.consensus.broadcast("compare", lambda: str(new_directory(config.outputs, config.name))))
@@ -85,15 +86,15 @@ class Compare(LaunchingTask):
             directory.lock()
         with logging_to(rank_info.rank, path), ExitStack() as at_end:
             at_end.callback(directory.release)
-            record = RunRecord(path, task="compare", model=request.choices["model"], seed=config.seed)
-            directory.prepare(config, request, record)
+            record = RunRecord(path, task="compare", model=command.choices["model"], seed=config.seed)
+            directory.prepare(config, command, record)
             directory.commit()
-            log.info("comparing %d cells of %s on %s", len(cells), request.choices["model"], request.choices["data"])
+            log.info("comparing %d cells of %s on %s", len(cells), command.choices["model"], command.choices["data"])
             for cell in cells:
-                _measure(cell, path, request, rank_info)
+                _measure(cell, path, command, rank_info)
                 log.info("%s", "  ".join(word for word in cell.row() if word))
             if world.world_size == 1 and cells[0].metrics:
-                _compare_weights(cells, path, request, rank_info)
+                _compare_weights(cells, path, command, rank_info)
             if rank_info.rank == 0:
                 _write(cells, path)
             log.info("run directory: %s", path)
@@ -105,10 +106,10 @@ class Compare(LaunchingTask):
         return rates
 
 
-def _cells(config: Config, request: Request, rank_info: RankInfo) -> list[ComparedCell]:
+def _cells(config: Config, command: Command, rank_info: RankInfo) -> list[ComparedCell]:
     from runner.config.compose import modes_to_compare  # the command line imports tasks before it composes
 
-    modes = modes_to_compare(request.choices["parallel"], "compare.modes", config.compare.modes)
+    modes = modes_to_compare(command.choices["parallel"], "compare.modes", config.compare.modes)
     sizes = config.compare.world_sizes if rank_info.world_size == 1 else [rank_info.world_size]
     cells = [ComparedCell(mode, size) for size in sizes for mode in modes]
     if rank_info.world_size > 1:
@@ -116,7 +117,7 @@ def _cells(config: Config, request: Request, rank_info: RankInfo) -> list[Compar
     return [ComparedCell("none", 1), *(cell for cell in cells if (cell.mode, cell.world_size) != ("none", 1))]
 
 
-def _measure(cell: ComparedCell, path: Path, request: Request, rank_info: RankInfo) -> None:
+def _measure(cell: ComparedCell, path: Path, command: Command, rank_info: RankInfo) -> None:
     from runner.config.compose import checked, compose, for_mode
     from runner.launchers.launch import launch
 
@@ -126,21 +127,19 @@ def _measure(cell: ComparedCell, path: Path, request: Request, rank_info: RankIn
         launcher = ["launcher=spawn", f"launcher.nproc_per_node={cell.world_size}"]
     dropped = [*DROPPED, "micro_batches"] if cell.micro_batches else DROPPED
     overrides = [*instead, "task=measure", "logger=none", *launcher]
-    overrides += for_mode(request.overrides, request.choices["parallel"], cell.mode, dropped)
+    overrides += for_mode(command.overrides, command.choices["parallel"], cell.mode, dropped)
     try:
         cfg = compose(overrides)
         config = checked(cfg, overrides)
-        directory = str(path / CELLS / cell.name)
-        choices = dict(cfg.hydra.runtime.choices)
-        cell_request = Request(tuple(overrides), request.config_dirs, request.command, directory, choices)
-        cell.metrics = launch(config, cell_request, rank_info)
+        command = replace(command, overrides=tuple(overrides), choices=dict(cfg.hydra.runtime.choices))
+        cell.metrics = launch(config, Request(command, Destination(str(path / CELLS / cell.name))), rank_info)
     except InputError as error:
         cell.remark = f"skipped: {error.messages[0]}"
     except JobFailed as error:
         cell.remark = f"failed: {error_line(str(error))}"
 
 
-def _compare_weights(cells: list[ComparedCell], path: Path, request: Request, rank_info: RankInfo) -> None:
+def _compare_weights(cells: list[ComparedCell], path: Path, command: Command, rank_info: RankInfo) -> None:
     """Set the difference of each cell from the reference, the first cell: parallel=none in one process.
 
     A mode with more micro-batches, such as pipeline, is compared with a reference of the same number of micro-batches.
@@ -150,7 +149,7 @@ def _compare_weights(cells: list[ComparedCell], path: Path, request: Request, ra
         count = cell.metrics["micro_batches"]
         if count not in references:
             references[count] = ComparedCell("none", 1, micro_batches=int(count))
-            _measure(references[count], path, request, rank_info)
+            _measure(references[count], path, command, rank_info)
         reference = references[count]
         if reference.micro_batches:
             cell.remark = f"compared with parallel=none and micro_batches={reference.micro_batches}"

@@ -1,5 +1,6 @@
 """task=diff: whether two runs agree up to rounding, and otherwise the first step at which they differ."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -55,8 +56,9 @@ class Diff(LaunchingTask):
             if config.diff.trace and numbers.first_unexplained is None:
                 print("trace    not needed, because the logged numbers agree")
         if numbers.first_unexplained is not None:
-            for line in trace(config, request, runs, numbers, rank_info) if config.diff.trace else ():
-                print(f"trace    {line}", flush=True)
+            if config.diff.trace:
+                for line in trace(config, request.command.config_dirs, runs, numbers, rank_info):
+                    print(f"trace    {line}", flush=True)
             raise JobFailed("the runs differ")
         return {"diff/num_steps": float(numbers.num_steps), "diff/largest": numbers.largest.relative}
 
@@ -81,7 +83,7 @@ def describe(numbers: NumberComparison) -> str:
 
 
 def trace(
-    config: Config, request: Request, runs: tuple[Path, Path], numbers: NumberComparison, rank_info: RankInfo
+    config: Config, config_dirs: Sequence[str], runs: tuple[Path, Path], numbers: NumberComparison, rank_info: RankInfo
 ) -> list[str]:
     """Repeat both runs in worlds of their sizes, and return lines about the first tensor that differs.
 
@@ -104,7 +106,7 @@ def trace(
             without = ("compile=false", "logger=none", "replay_every_steps=null", "profile=false", *NO_CHECKPOINTS)
             where = (pointer_to(run, "run"), f"outputs={quote(folder)}", f"name={name}", f"trust={show(config.trust)}")
             overrides = [*task, f"code={config.code or RECORDED}", *world, *without, *where]
-            with composing(overrides, [*request.config_dirs], multirun=False) as arguments:
+            with composing(overrides, [*config_dirs], multirun=False) as arguments:
                 launch(*prepare(arguments, rank_info, ()), rank_info)
             directories += Path(folder, name).glob(f"*/{TRACE}")
         found, skipped = find_difference((directories[0], directories[1]), range(first, last + 1), numbers.allowed)

@@ -71,37 +71,37 @@ class Export(LaunchingTask):
         world.begin_job(backend)
         world.consensus.timeout_s = WAIT_S
         with as_input_error():
-            world.consensus.broadcast("export", lambda: str(_export(config, request)))
+            world.consensus.broadcast("export", lambda: str(_export(config, request.command.choices)))
         return {}
 
 
-def _export(config: Config, request: Request) -> Path:
+def _export(config: Config, choices: Mapping[str, str]) -> Path:
     """Export the model and return the file's path. Raise ValueError or OSError if that fails."""
     assert config.run is not None
     kind = config.export.format
     require_packages(f"export.format={kind}", kind, *PACKAGES[kind])
     run = Path(config.run)
-    trained = restore_model(config, request.choices, run, config.checkpoint.load)
-    path = _path_of(config, request, run, trained)
+    trained = restore_model(config, choices, run, config.checkpoint.load)
+    path = _path_of(config, choices, run, trained)
     try:
         make_directory(path.parent)
     except OSError as error:
         raise InputError(f"export.output={path}: cannot create its directory ({error}); choose another one") from None
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as partial:
-        lines = _write(config, request, trained, Path(partial) / path.name)
+        lines = _write(config, choices, trained, Path(partial) / path.name)
         for file in sorted(Path(partial).iterdir(), key=lambda file: file.name == path.name):
             file.replace(path.parent / file.name)  # the file itself comes last, to mark completion
-    model = f"{request.choices['model']}, {sum(p.numel() for p in trained.model.parameters()):,} parameters"
+    model = f"{choices['model']}, {sum(p.numel() for p in trained.model.parameters()):,} parameters"
     print(f"export   {model}, {run.name} after step {trained.progress.step}", *lines, sep="\n")
     print(f"written  {path}, {path.name}.json", flush=True)
     return path
 
 
-def _path_of(config: Config, request: Request, run: Path, trained: Trained) -> Path:
+def _path_of(config: Config, choices: Mapping[str, str], run: Path, trained: Trained) -> Path:
     """Return the path of the exported file. Raise InputError if its suffix belongs to another format."""
     suffix = SUFFIXES[config.export.format]
     if config.export.output is None:
-        name = re.sub(r"[^A-Za-z0-9._-]+", "-", request.choices["model"])
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", choices["model"])
         return run.absolute() / "export" / f"{name}-{trained.checkpoint.name}{suffix}"
     path = Path(config.export.output).absolute()
     if path.suffix != suffix or path.is_dir():
@@ -112,16 +112,16 @@ def _path_of(config: Config, request: Request, run: Path, trained: Trained) -> P
     return path
 
 
-def _write(config: Config, request: Request, trained: Trained, path: Path) -> list[str]:
+def _write(config: Config, choices: Mapping[str, str], trained: Trained, path: Path) -> list[str]:
     """Write the file and its JSON description. Return the lines to print."""
     model, kind = trained.model, config.export.format
-    facts = _facts(config, request, trained)
+    facts = _facts(config, choices, trained)
     lines: list[str] = []
     examples: list[Example] = []  # with several samples, and with one
     try:
-        dataset = load_split(config, request.choices, World(RankInfo(), None, as_backend(config.backend)), config.split)
+        dataset = load_split(config, choices, World(RankInfo(), None, as_backend(config.backend)), config.split)
         for num_samples in (min(NUM_SAMPLES, len(dataset)), 1):
-            examples.append(make_example(config, request.choices, model, dataset, num_samples))
+            examples.append(make_example(config, choices, model, dataset, num_samples))
         arguments = inspect.signature(model.forward).bind(*examples[0].args, **examples[0].kwargs).arguments
         classes = getattr(dataset, "classes", None)
         facts |= {
@@ -179,7 +179,7 @@ def _write_program(config: Config, model: nn.Module, examples: list[Example], pa
     return batch, largest
 
 
-def _facts(config: Config, request: Request, trained: Trained) -> dict[str, Any]:
+def _facts(config: Config, choices: Mapping[str, str], trained: Trained) -> dict[str, Any]:
     assert config.run is not None
     run = Path(config.run)
     recorded, step = find_run(run), trained.progress.step
@@ -188,7 +188,7 @@ def _facts(config: Config, request: Request, trained: Trained) -> dict[str, Any]
     return {
         "format": config.export.format,
         "model": {
-            "name": request.choices["model"],
+            "name": choices["model"],
             "target": config.model["_target_"],
             "options": {key: value for key, value in config.model.items() if key != "_target_"},
         },
@@ -200,7 +200,7 @@ def _facts(config: Config, request: Request, trained: Trained) -> dict[str, Any]
         "metrics": metrics,
         "versions": versions() | {package: version(package) for package in PACKAGES[config.export.format]},
         "git": {"trained": recorded.git, "exported": git_state()},
-        "choices": dict(request.choices),
+        "choices": dict(choices),
         "configuration": asdict(config),
     }
 

@@ -18,7 +18,7 @@ from runner.planning.costs import Device, load_device, with_measured_link
 from runner.planning.memory import GIB, KINDS
 from runner.records.console import logging_to
 from runner.records.report.plots import new_figure
-from runner.records.run_directory import Request, RunDirectory, new_directory
+from runner.records.run_directory import Command, Request, RunDirectory, new_directory
 from runner.records.run_files import write_atomically
 from runner.records.run_record import RunRecord
 from runner.records.tables import format_number, markdown_table, text_table, without_empty_columns
@@ -44,20 +44,21 @@ class Plan(LaunchingTask):
                 f"task=plan must run in one process, but the world has {rank_info.world_size}; start it with "
                 "`python -m runner`"
             )
-        directories = [CONF, *map(Path, request.config_dirs)]
+        command = request.command
+        directories = [CONF, *map(Path, command.config_dirs)]
         device = load_device(config.plan.device, directories, kind=as_backend(config.backend).device_type())
         if config.plan.collectives:
             device = with_measured_link(device, Path(config.plan.collectives))
-        cells = _plan(config, request, device)
+        cells = _plan(config, command, device)
         _check(cells, config)
         directory = RunDirectory(new_directory(config.outputs, config.name), writes=True)
         directory.lock()
         try:
             with logging_to(0, directory.path):
-                record = RunRecord(directory.path, task="plan", model=request.choices["model"], seed=config.seed)
-                directory.prepare(config, request, record)
+                record = RunRecord(directory.path, task="plan", model=command.choices["model"], seed=config.seed)
+                directory.prepare(config, command, record)
                 directory.commit()
-                _write(cells, directory.path, request, device)
+                _write(cells, directory.path, command, device)
                 log.info("run directory: %s", directory.path)
                 rates = {f"{cell.mode}/{cell.world_size}": cell.samples_per_s for cell in cells if cell.ranks}
                 directory.record.metrics, directory.record.state = rates, "finished"
@@ -67,16 +68,16 @@ class Plan(LaunchingTask):
         return rates
 
 
-def _plan(config: Config, request: Request, device: Device) -> list[Cell]:
+def _plan(config: Config, command: Command, device: Device) -> list[Cell]:
     # Imported here, because the command line imports tasks before it composes the configuration.
     from runner.config.compose import modes_to_compare
     from runner.planning.modes import compose_modes, plan_modes
 
-    modes = modes_to_compare(request.choices["parallel"], "plan.modes", config.plan.modes)
+    modes = modes_to_compare(command.choices["parallel"], "plan.modes", config.plan.modes)
     sizes = config.plan.world_sizes
     memory = device.memory_gib if config.plan.memory_gib is None else config.plan.memory_gib
     limits = {size: available_memory() / size if memory is None else memory * GIB for size in sizes}
-    return plan_modes(compose_modes(request, modes, DROPPED), limits, device, len(allowed_cores()))
+    return plan_modes(compose_modes(command, modes, DROPPED), limits, device, len(allowed_cores()))
 
 
 def _check(cells: Sequence[Cell], config: Config) -> None:
@@ -95,7 +96,7 @@ def _check(cells: Sequence[Cell], config: Config) -> None:
         )
 
 
-def _write(cells: Sequence[Cell], path: Path, request: Request, device: Device) -> None:
+def _write(cells: Sequence[Cell], path: Path, command: Command, device: Device) -> None:
     """Log the tables, and write them and the plot to the directory `path`."""
     planned = [cell for cell in cells if cell.ranks]
     unit, tables = _tables(cells, planned)
@@ -111,11 +112,11 @@ def _write(cells: Sequence[Cell], path: Path, request: Request, device: Device) 
     fitting = [cell for cell in planned if cell.fits]
     exact = [cell for cell in fitting if cell.is_exact]
     fastest = max(exact or fitting, key=lambda cell: cell.samples_per_s)
-    command = _command(fastest, request, device)
-    log.info("fastest that fits: parallel=%s on %s\n%s", fastest.mode, quantity(fastest.world_size, "rank"), command)
-    text = "\n\n".join([*map(markdown_table, tables), *notes, f"fastest that fits: `{command}`"])
+    training = _command(fastest, command, device)
+    log.info("fastest that fits: parallel=%s on %s\n%s", fastest.mode, quantity(fastest.world_size, "rank"), training)
+    text = "\n\n".join([*map(markdown_table, tables), *notes, f"fastest that fits: `{training}`"])
     write_atomically(path / "plan.md", text + "\n")
-    content = {"device": device.name, "command": command, "cells": [cell.as_record() for cell in cells]}
+    content = {"device": device.name, "command": training, "cells": [cell.as_record() for cell in cells]}
     write_atomically(path / "plan.json", json.dumps(content, indent=1) + "\n")
     _plot(planned, path, device)
 
@@ -147,12 +148,12 @@ def _tables(cells: Sequence[Cell], planned: Sequence[Cell]) -> tuple[str, list[l
     return unit, tables
 
 
-def _command(cell: Cell, request: Request, device: Device) -> str:
+def _command(cell: Cell, command: Command, device: Device) -> str:
     """Return the command that trains in the mode and world size of a cell."""
     from runner.config.compose import for_mode
 
-    overrides = for_mode(request.overrides, request.choices["parallel"], cell.mode, ("task", "plan", "launcher"))
-    config_dirs = [f"--config-dir={directory}" for directory in request.config_dirs]
+    overrides = for_mode(command.overrides, command.choices["parallel"], cell.mode, ("task", "plan", "launcher"))
+    config_dirs = [f"--config-dir={directory}" for directory in command.config_dirs]
     return f"{start_command(cell.world_size, device)} {shlex.join([*config_dirs, *overrides])}"
 
 

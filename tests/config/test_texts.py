@@ -121,4 +121,4 @@ def test_the_environment_may_name_a_run(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_name_keeps_what_was_typed(name: str) -> None:
     config, request = configure(f"name={name}", f"outputs={name}", "freeze=[1e5]")
     assert config.name == config.outputs == name and config.freeze == ["1e5"]
-    assert configure(*request.overrides)[0] == config
+    assert configure(*request.command.overrides)[0] == config

@@ -22,7 +22,7 @@ from runner.launchers import node_rendezvous
 from runner.launchers.elastic import Ranks, refusal, reported_failure, run_worlds
 from runner.launchers.node_rendezvous import Nodes, OneMachine
 from runner.launchers.rank_process import FAILURE_REPORTED
-from runner.records.run_directory import Request
+from runner.records.run_directory import Destination
 from runner.records.run_record import RunRecord, find_run, result_mtime_ns
 
 HOST = socket.gethostname()
@@ -67,7 +67,7 @@ def launch_on_two(folder: Path, ends: Sequence[End], max_restarts: int, rank_0_w
         )
         try:
             ranks = ranks_of(folder, ends, rank_0_waits)
-            run_worlds(Nodes(parameters), ranks, Request(directory=str(folder)), max_restarts, [])
+            run_worlds(Nodes(parameters), ranks, Destination(directory=str(folder)), max_restarts, [])
         except (JobFailed, RendezvousError):
             sys.exit(3)
 
@@ -100,7 +100,7 @@ def test_restarts_are_counted_from_each_checkpoint(
 ) -> None:
     ranks, max_restarts = ranks_of(tmp_path, ends), 1 if num_starts > len(ends) else 3
     with pytest.raises(JobFailed) if max_restarts == 3 else nullcontext() as error:
-        run_worlds(OneMachine(60), ranks, Request(directory=str(tmp_path)), max_restarts, [])
+        run_worlds(OneMachine(60), ranks, Destination(directory=str(tmp_path)), max_restarts, [])
     assert error is None or str(error.value) == f"{DIED}\n{last_line}"
     assert len(list(tmp_path.glob("start_0_*"))) == num_starts
     assert [line for line in capfd.readouterr().err.splitlines() if "restarted" in line][-1] == last_line
@@ -114,7 +114,7 @@ def test_rank_that_exits_with_status_0_has_failed_and_the_failure_is_recorded(
     RunRecord(tmp_path).save()
     try:
         with pytest.raises(JobFailed, match=f"rank 0 on {HOST} died: exit status 0"):
-            run_worlds(OneMachine(60), Ranks(1, os._exit, (0,)), Request(directory=str(tmp_path)), 0, [])
+            run_worlds(OneMachine(60), Ranks(1, os._exit, (0,)), Destination(directory=str(tmp_path)), 0, [])
     finally:
         server: Any = forkserver._forkserver
         os.kill(server._forkserver_pid, SIGKILL)
@@ -157,7 +157,7 @@ HUNG = f"rank 0 on here:\nno word from rank 1 on here, it hangs at this line; {K
 
 def run_and_report(directory: Path, status: int, report: str, received: Sequence[str] = ()) -> None:
     ranks = Ranks(1, sys.executable, ("-c", REPORTS, str(directory), report, str(status)))
-    run_worlds(OneMachine(60), ranks, Request(directory=str(directory)), 0, received)
+    run_worlds(OneMachine(60), ranks, Destination(directory=str(directory)), 0, received)
 
 
 @pytest.mark.parametrize(

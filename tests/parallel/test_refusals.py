@@ -58,7 +58,7 @@ from runner.training.mode import Parallel, resolve
 def test_refused_options_are_reported_before_processes_start(overrides: tuple[str, ...], messages: list[str]) -> None:
     config, request = configure(*overrides)
     with pytest.raises(InputError) as error:
-        check_ahead(config, request.choices, 2)
+        check_ahead(config, request.command.choices, 2)
     assert list(error.value.messages) == messages
 
 
@@ -73,7 +73,7 @@ def test_refused_options_are_reported_before_processes_start(overrides: tuple[st
 )
 def test_an_option_is_refused_only_with_the_values_and_mode_options_of_the_refusal(overrides: tuple[str, ...]) -> None:
     config, request = configure(*overrides)
-    resolve(make_parallel(config.parallel, request.choices), config, 2)
+    resolve(make_parallel(config.parallel, request.command.choices), config, 2)
 
 
 def test_help_and_docs_list_the_refused_options() -> None:
@@ -86,7 +86,7 @@ def test_help_and_docs_list_the_refused_options() -> None:
 @pytest.mark.parametrize("path", sorted((CONF / "parallel").glob("*.yaml")), ids=lambda path: path.stem)
 def test_resolving_a_mode_does_not_change_it(path: Any) -> None:
     config, request = configure(f"parallel={path.stem}")
-    mode: Parallel = make_parallel(config.parallel, request.choices)
+    mode: Parallel = make_parallel(config.parallel, request.command.choices)
     before = {**vars(mode)}
     for world_size in (1, 2):
         try:

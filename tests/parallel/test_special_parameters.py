@@ -122,7 +122,7 @@ def test_parameters_that_no_loss_depends_on_are_named_before_the_run() -> None:
             build_experiment(*of_model("Idle"), f"parallel={mode}")
     build_experiment(*of_model("Idle"), "parallel=ddp", "parallel.find_unused_parameters=true")
     config, request = configure(*of_model("Idle"), "parallel=ddp")
-    build(config, request.choices, unconnected(), trains=False)  # for an evaluation
+    build(config, request.command.choices, unconnected(), trains=False)  # for an evaluation
     build_experiment(*of_model("Idle"), "parallel=ddp", "freeze=[unused]")
 
 

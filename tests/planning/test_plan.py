@@ -44,8 +44,8 @@ MODES = ("allreduce", "ddp", "fsdp", "local_sgd", "pipeline", "ps", "tp", "zero"
 
 def plan(rank: int, world_size: int, *overrides: str) -> RankPlan:
     config, request = worlds.configure(*overrides)
-    data = load_data(config, request.choices, worlds.unconnected())
-    return plan_rank(config, request.choices, data, rank, world_size)
+    data = load_data(config, request.command.choices, worlds.unconnected())
+    return plan_rank(config, request.command.choices, data, rank, world_size)
 
 
 class UnitCosts(Costs):
@@ -120,9 +120,9 @@ def test_a_stage_or_a_server_has_the_memory_of_its_own_tensors() -> None:
 @pytest.mark.parametrize("mode", ["allreduce", "ddp", "fsdp", "local_sgd", "zero", "tp"])
 def test_a_model_whose_forward_cannot_run_needs_parameters_gradients_and_optimizer_state(mode: str) -> None:
     config, request = worlds.configure(*MLP, "loss=cross_entropy", f"parallel={mode}")
-    data = load_data(config, request.choices, worlds.unconnected())
-    least = plan_rank(without_forward(config), request.choices, data, 0, 2)
-    usual = plan_rank(config, request.choices, data, 0, 2)
+    data = load_data(config, request.command.choices, worlds.unconnected())
+    least = plan_rank(without_forward(config), request.command.choices, data, 0, 2)
+    usual = plan_rank(config, request.command.choices, data, 0, 2)
     for kind in ("parameters", "optimizer state"):
         assert least.memory[kind] == usual.memory[kind] > 0
     assert least.memory["gradients"] >= usual.memory["gradients"]  # of which not all exist at the peak
@@ -154,10 +154,10 @@ def test_it_needs_the_memory_of_real_steps(monkeypatch: pytest.MonkeyPatch) -> N
     for overrides in ((*MLP, "ema.decay=0.9"), (*GPT, "micro_batches=2", "activation_checkpointing=full")):
         imagined = plan(0, 1, *overrides)
         config, request = worlds.configure(*overrides)
-        data = load_data(config, request.choices, worlds.unconnected())
+        data = load_data(config, request.command.choices, worlds.unconnected())
         monkeypatch.setattr("runner.training.build.load_data", lambda *_, data=data: data)  # outside of the tracker
         with MemoryTracker() as tracker:
-            steps = real_steps(config, request.choices)
+            steps = real_steps(config, request.command.choices)
             next(steps)
             tracker.reset_peak()
             next(steps)
@@ -280,8 +280,8 @@ def test_asking_tensors_for_their_device_is_no_work() -> None:
 def test_stages_that_are_not_planned_take_part_in_the_step(tmp_path: Path) -> None:
     overrides = ("model=mlp", "model.hidden=[16,16,16,16,16]", "data.sample_shape=[1,8,8]", "parallel=pipeline")
     config, request = worlds.configure(*overrides, "parallel.stages=6")
-    data = load_data(config, request.choices, worlds.unconnected())
-    cell = plan_cell(config, request.choices, data, "pipeline", 6, 1e9, Costs(load_device("h100", [CONF]), 6))
+    data = load_data(config, request.command.choices, worlds.unconnected())
+    cell = plan_cell(config, request.command.choices, data, "pipeline", 6, 1e9, Costs(load_device("h100", [CONF]), 6))
     assert [rank.rank for rank in cell.ranks] == [0, 1, 3, 5]
     assert 0.3 < cell.bubble < 0.8  # of equal stages it is 5/9
 
@@ -382,8 +382,8 @@ def test_a_mode_that_the_command_line_refuses_is_a_cell_with_the_reason() -> Non
 def test_a_step_has_no_more_samples_than_the_data() -> None:
     few = ("model=mlp", "data=random", "data.num_train=6", "batch_size=16", "parallel=allreduce")
     config, request = worlds.configure(*few)
-    data = load_data(config, request.choices, worlds.unconnected())
-    cell = plan_cell(config, request.choices, data, "allreduce", 5, 1e9, Costs(load_device("h100", [CONF]), 5))
+    data = load_data(config, request.command.choices, worlds.unconnected())
+    cell = plan_cell(config, request.command.choices, data, "allreduce", 5, 1e9, Costs(load_device("h100", [CONF]), 5))
     assert [(rank.rank, rank.rows) for rank in cell.ranks] == [(0, 2)]
     assert cell.ranks[0].num_samples == 6 and cell.samples_per_s == 6 / cell.step_s
 

@@ -8,7 +8,7 @@ import pytest
 
 from runner.config.schema import Config
 from runner.records.attempts import read_attempts
-from runner.records.run_directory import Request, RunDirectory, new_directory
+from runner.records.run_directory import Command, RunDirectory, new_directory
 from runner.records.run_record import RunRecord, find_run, report_failure
 
 
@@ -32,7 +32,7 @@ def test_runs_of_the_same_second_have_different_directories(tmp_path: Path, monk
 
 def test_a_rank_that_does_not_write_leaves_the_directory_empty(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path, writes=False)
-    directory.prepare(Config(), Request(), RunRecord(tmp_path))
+    directory.prepare(Config(), Command(), RunRecord(tmp_path))
     directory.commit()
     directory.log_metrics(1, 1, {"train/loss": 1.0})
     directory.save_record()
@@ -42,8 +42,8 @@ def test_a_rank_that_does_not_write_leaves_the_directory_empty(tmp_path: Path) -
 
 def test_the_record_is_complete_from_the_start(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
-    request = Request(overrides=("model=toy",), config_dirs=("/mine", "/other"))
-    directory.prepare(Config(), request, RunRecord(tmp_path, model="toy"))
+    command = Command(overrides=("model=toy",), config_dirs=("/mine", "/other"))
+    directory.prepare(Config(), command, RunRecord(tmp_path, model="toy"))
     directory.commit()
     run = find_run(tmp_path)
     assert (run.state, run.model, run.hosts) == ("running", "toy", directory.attempt.hosts)
@@ -75,12 +75,12 @@ def test_an_attempt_without_a_step_restores_the_record(state: str, tmp_path: Pat
     """The attempt has been committed, as if a signal had arrived just before its first step."""
     (tmp_path / "checkpoints" / "step_4").mkdir(parents=True)
     first = RunDirectory(tmp_path)
-    first.prepare(Config(), Request(overrides=("seed=0",)), RunRecord(tmp_path))
+    first.prepare(Config(), Command(overrides=("seed=0",)), RunRecord(tmp_path))
     first.record.step = 4
     first.end("finished")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.suffix in (".json", ".yaml")}
     second = RunDirectory(tmp_path)
-    second.prepare(Config(seed=1), Request(overrides=("seed=1",)), RunRecord(tmp_path))
+    second.prepare(Config(seed=1), Command(overrides=("seed=1",)), RunRecord(tmp_path))
     second.commit(first_step=4)
     assert (tmp_path / "overrides.yaml").read_bytes() != before["overrides.yaml"]
     second.end(state)
@@ -99,7 +99,7 @@ def test_a_run_with_flipped_bits_in_its_metrics_can_be_resumed(tmp_path: Path) -
     (tmp_path / "checkpoints" / "step_4").mkdir(parents=True)
     (tmp_path / "overrides.yaml").write_bytes(b"- seed=0 # \xf3\n")
     directory = RunDirectory(tmp_path)
-    directory.prepare(Config(), Request(), RunRecord(tmp_path))
+    directory.prepare(Config(), Command(), RunRecord(tmp_path))
     directory.commit()
     directory.drop_metrics_after(4)
     assert path.read_bytes() == lines[0] + lines[3]

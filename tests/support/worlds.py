@@ -27,7 +27,7 @@ from runner.distributed.world import World
 from runner.jobs.job import run_job
 from runner.paths import CONF
 from runner.records.ledger import JobRecord, read_ledger
-from runner.records.run_directory import Request
+from runner.records.run_directory import Command, Destination, Request
 from runner.training.build import Experiment, build
 
 # Without options, mesh is fsdp; test_mesh.py has its combinations. auto is one of the others.
@@ -117,7 +117,8 @@ def configure(*overrides: str) -> tuple[Config, Request]:
         cfg = compose(typed.overrides)
         config = checked(cfg, typed.overrides)
     choices = dict(cfg.hydra.runtime.choices)
-    return config, Request(tuple(typed.recorded), tuple(typed.config_dirs), ("test",), typed.directory, choices)
+    command = Command(tuple(typed.recorded), tuple(typed.config_dirs), ("test",), choices)
+    return config, Request(command, Destination(typed.directory))
 
 
 _configure_once = functools.cache(configure)
@@ -131,7 +132,7 @@ def unconnected(rank: int = 0, world_size: int = 1) -> World:
 def build_experiment(*overrides: str, rank: int = 0, world_size: int = 1) -> Experiment:
     """Build the model and data of a command line, as one rank does."""
     config, request = configure(*overrides)
-    return build(config, request.choices, unconnected(rank, world_size))
+    return build(config, request.command.choices, unconnected(rank, world_size))
 
 
 def run(outputs: Path, world_size: int, *overrides: str, timeout_s: float = 300) -> Run:
@@ -148,14 +149,15 @@ def run(outputs: Path, world_size: int, *overrides: str, timeout_s: float = 300)
         config, request = configure(*arguments)
     else:
         config, request = copy.deepcopy(_configure_once(*arguments))
-        add_to_path(request.config_dirs)  # the previous test may have restored sys.path
+        add_to_path(request.command.config_dirs)  # the previous test may have restored sys.path
         config = replace(config, outputs=str(outputs))
-        request = replace(request, overrides=(*request.overrides, f"outputs={outputs}"))
+        overrides = (*request.command.overrides, f"outputs={outputs}")
+        request = replace(request, command=replace(request.command, overrides=overrides))
     before = _runs(Path(config.outputs) / config.name)
     outputs.mkdir(exist_ok=True)
     run_world(config, request, world_size, outputs, timeout_s)
-    if request.directory:
-        return Run(Path(request.directory))
+    if request.destination.directory:
+        return Run(Path(request.destination.directory))
     (created,) = _runs(Path(config.outputs) / config.name) - before
     return Run(created)
 

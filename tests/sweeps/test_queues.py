@@ -228,7 +228,7 @@ class Numbered(Queue):
         raise NotImplementedError
 
     def submit_sweep(self, jobs, directory):
-        names = [f"job-{Path(request.directory).name}" for _, request in jobs]
+        names = [f"job-{Path(request.destination.directory).name}" for _, request in jobs]
         for name in names:
             Path(name).touch()
         return names

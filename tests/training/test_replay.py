@@ -61,7 +61,7 @@ def test_every_flipped_bit_is_detected_and_its_rank_and_parameter_are_named(
 
     def detect(rank: int, world_size: int) -> None:
         world = World(RankInfo(rank, rank, world_size, world_size), None, Backend())
-        experiment = build(config, request.choices, world)
+        experiment = build(config, request.command.choices, world)
         replica = experiment.parallel.prepare(experiment.recipe, world)
         assert isinstance(replica, Replica)
         replay, names = Replay(config, experiment.recipe, world), sorted(replica.local_parameters())

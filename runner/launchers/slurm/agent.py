@@ -15,7 +15,7 @@ from runner.errors import InputError, JobFailed, Preempted, print_messages
 from runner.launchers.elastic import Ranks
 from runner.launchers.slurm.requeue import STOPPED
 from runner.launchers.torchrun import Torchrun
-from runner.records.run_directory import Request
+from runner.records.run_directory import Destination
 
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # forwarded to the ranks, which save and exit
 
@@ -40,7 +40,7 @@ def run() -> int:
         os.environ["RUNNER_RESTART_FILE"] = str(Path(temporary, "restart"))
         try:
             ranks = Ranks(launcher.nproc_per_node, sys.executable, ["-um", "runner", *sys.argv[7:]], SIGNALS)
-            launcher.run(ranks, Request(directory=directory), [])
+            launcher.run(ranks, Destination(directory), [])
         except (SignalException, Preempted):
             # The signal has killed ranks that were still starting. The batch script may not have received it.
             (Path(directory) / STOPPED).touch()

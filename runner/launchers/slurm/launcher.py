@@ -85,7 +85,7 @@ class Slurm(Queue):
 
     def launch(self, config: Config, request: Request, rank_info: RankInfo) -> dict[str, float]:
         """Print the script, or submit the job unless the run is in the queue. Return the run's metrics if `wait`."""
-        directory = Path(request.directory) if request.directory else None
+        directory = Path(request.destination.directory) if request.destination.directory else None
         if self.dry_run:
             directory = directory or Path(config.outputs).absolute() / config.name / "STAMP"
             print(self._script(config, directory, [(directory, request)])[0], end="")
@@ -101,7 +101,7 @@ class Slurm(Queue):
             text, note = self._script(config, directory, [(directory, request)])
             job = submit(text, directory)
         except InputError:
-            if request.directory is None:
+            if request.destination.directory is None:
                 shutil.rmtree(directory)
             raise
         print(f"submitted job {job}\nrun directory: {directory}{note}", flush=True)
@@ -109,7 +109,7 @@ class Slurm(Queue):
 
     def submit_sweep(self, jobs: Sequence[tuple[Config, Request]], directory: Path) -> list[str]:
         """Print or submit the jobs as one job array. Return their names in the queue; [] if they are printed."""
-        runs = [(Path(str(request.directory)), request) for _, request in jobs]
+        runs = [(Path(str(request.destination.directory)), request) for _, request in jobs]
         text, note = self._script(jobs[0][0], directory, runs)
         if self.dry_run:
             print(text, end="")
@@ -155,7 +155,7 @@ class Slurm(Queue):
 
         Several runs are the tasks of a job array. Raises InputError if the code cannot be copied.
         """
-        config_dirs, note, select_code = list(runs[0][1].config_dirs), "", ""
+        config_dirs, note, select_code = list(runs[0][1].command.config_dirs), "", ""
         if self.code == "frozen":
             frozen = freeze(directory, config_dirs, write=not self.dry_run)
             config_dirs = frozen.config_dirs
@@ -164,7 +164,7 @@ class Slurm(Queue):
                 note = f"\ncode: as of {frozen.since}; remove {frozen.path} to submit with the current code"
         arguments = []
         for path, request in runs:
-            kept = [text for text in request.overrides if not text.lstrip("+").startswith("launcher.dry_run=")]
+            kept = [text for text in request.command.overrides if not text.lstrip("+").startswith("launcher.dry_run=")]
             arguments.append((path, [*(f"--config-dir={config_dir}" for config_dir in config_dirs), *kept]))
         # Ranks that have not saved after the grace period are killed, and the job resumes from the last checkpoint.
         grace_s = max(self.signal_s - 20, self.signal_s * 3 // 4)
