@@ -13,7 +13,7 @@ from runner.paths import ROOT
 PAGE = ROOT / "docs" / "architecture.md"
 SOURCES = [ast.parse(path.read_text()) for path in sorted((ROOT / "runner").rglob("*.py"))]
 DOCUMENTED = {"_exit", "_fields"}  # of os and of named tuples: public in spite of the name
-OURS = {"_attached_name", "_sums"}  # set by one class of the runner and read by another
+OURS = {"_attached_name", "_pass_values"}  # set by one class of the runner and read by another
 
 
 def is_private(name: str) -> bool:
