@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from runner.distributed.backend import Backend
 from runner.distributed.collectives import Collectives
-from runner.distributed.environment import IMAGINED, RankInfo
+from runner.distributed.environment import RankInfo
 from runner.distributed.failures.heartbeat import Heartbeat
 from runner.distributed.failures.shutdown import Shutdown
 from runner.distributed.failures.watchdog import Watchdog
@@ -35,11 +35,6 @@ class World:
     def device(self) -> torch.device:
         """The device of the samples."""
         return self.devices[0]
-
-    @property
-    def is_imagined(self) -> bool:
-        """Return True in a plan (runner/planning): there are no other ranks, and tensors have no values."""
-        return self.rank_info.source == IMAGINED
 
     def begin_job(self, backend: Backend) -> None:
         """Start a job, with new keys in the store. All ranks must call it."""

@@ -18,7 +18,6 @@ from runner.distributed.world import World
 from runner.errors import JobFailed
 from runner.objectives.objective import ForwardWrapper, LossGroup
 from runner.optimization.parameter_patterns import counted
-from runner.parallel.imagined_buckets import ImaginedBuckets
 from runner.parallel.loss_groups import prepare_loss_groups
 from runner.parallel.replica import Replica
 from runner.training.mode import Parallel, ParallelModel, Recipe
@@ -26,7 +25,7 @@ from runner.training.refusal import Refusal
 
 # torch 2.15 renames the option and deprecates the old name.
 _PARAMETERS = inspect.signature(DistributedDataParallel).parameters
-_BROADCAST = "forward_sync_buffers" if "forward_sync_buffers" in _PARAMETERS else "broadcast_buffers"
+BROADCAST = "forward_sync_buffers" if "forward_sync_buffers" in _PARAMETERS else "broadcast_buffers"
 
 
 class DDP(Parallel):
@@ -57,7 +56,7 @@ class DDP(Parallel):
             "find_unused_parameters": find_unused_parameters,
             "static_graph": static_graph,
             "gradient_as_bucket_view": gradient_as_bucket_view,
-            _BROADCAST: broadcast_buffers,
+            BROADCAST: broadcast_buffers,
         }
 
     def prepare(self, recipe: Recipe, world: World) -> ParallelModel:
@@ -72,7 +71,7 @@ class DDP(Parallel):
         # A static graph is recorded in the first backward, which must synchronize. Averaging there as well changes
         # nothing: gradients that are averaged twice are equal on all ranks the second time.
         first_backward: list[AbstractContextManager[Any]] = [nullcontext()] if self.static_graph else []
-        options = replica_options(wrapped, world, is_summed)
+        options = bucket_options(wrapped, world, is_summed)
         options["without_sync"] = lambda: first_backward.pop() if first_backward else wrapped.no_sync()
         return Replica(recipe, recipe.make_optimizer(loss_group.parameters), loss_group, **options)
 
@@ -134,20 +133,18 @@ class FixedBuckets(DistributedDataParallel):
         return (parameters, sparse) if self.find_unused_parameters else (parameters[::-1], sparse[::-1])
 
 
-def wrap(recipe: Recipe, world: World, **options: Any) -> FixedBuckets | ImaginedBuckets:
+def wrap(recipe: Recipe, world: World, **options: Any) -> FixedBuckets:
     """Wrap the recipe's model. All ranks must call it."""
     # Buffers that are equal on all ranks anyway need no broadcast in every forward. On several machines, rounding may
     # differ.
     if world.world_size == 1 or (exchange_of() is not None and keeps_all_buffers(recipe.module)):
-        options[_BROADCAST] = False
-    if world.is_imagined:
-        return ImaginedBuckets(ForwardWrapper(recipe.module), options.pop(_BROADCAST, True), **options)
+        options[BROADCAST] = False
     devices = {parameter.device for parameter in recipe.module.parameters()}
     device_ids = [recipe.device] if devices == {recipe.device} and recipe.device.type == "cuda" else None
     return FixedBuckets(ForwardWrapper(recipe.module), device_ids=device_ids, **options)
 
 
-def replica_options(wrapped: FixedBuckets | ImaginedBuckets, world: World, is_summed: bool) -> dict[str, Any]:
+def bucket_options(wrapped: FixedBuckets, world: World, is_summed: bool) -> dict[str, Any]:
     """Return the options of Replica for a wrapped model. is_summed: gradients are summed instead of averaged."""
     return {
         "sum_over": world.collectives.sum,

@@ -83,7 +83,7 @@ class FSDP(Parallel):
                 recipe.make_optimizer(loss_group.parameters),
                 loss_group,
                 sum_over=world.collectives.sum,
-                **replica_options(root, axes.data_ranks, world.collectives.sum),
+                **shard_options(root, axes.data_ranks, world.collectives.sum),
             )
 
         return prepare_loss_groups(recipe, prepare_group)
@@ -137,7 +137,7 @@ def data_options(mesh: DeviceMesh, shard_model: Callable[[DeviceMesh], nn.Module
     if data is not None and "shard" in (data.mesh_dim_names or ()):
         if "tensor" in (mesh.mesh_dim_names or ()):
             mesh["shard", "tensor"]._flatten()  # otherwise DTensor reduces along each axis, and logs a warning
-        return replica_options(shard_model(data), data.size(), sum_over)
+        return shard_options(shard_model(data), data.size(), sum_over)
     return {} if group is None else {"reduce": lambda parameters: sum_gradients(parameters, sum_over)}
 
 
@@ -146,7 +146,7 @@ def _data_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
     return mesh[axes] if axes else None
 
 
-def replica_options(root: nn.Module, num_ranks: int, sum_over: Callable[[torch.Tensor], object]) -> dict[str, Any]:
+def shard_options(root: nn.Module, num_ranks: int, sum_over: Callable[[torch.Tensor], object]) -> dict[str, Any]:
     """Return the options of Replica for a model that `shard` has sharded, with this number of data ranks."""
     return {
         "wrapper": root,

@@ -14,7 +14,7 @@ from runner.checkpoints.saved_state import LocalState, SavedState
 from runner.config.schema import Config
 from runner.distributed.sync_batch_norm import has_batch_norm, use_group
 from runner.distributed.world import World
-from runner.errors import InputError, JobFailed
+from runner.errors import JobFailed
 from runner.input.batch import MicroBatch, StepBatch
 from runner.input.pytree import map_tensors
 from runner.objectives.objective import Prediction
@@ -110,13 +110,11 @@ class ParameterServer(Parallel):
         for tensor in (*recipe.module.parameters(), *recipe.module.buffers()):
             dist.broadcast(tensor.data, src=0)
         trainers: Any = dist.new_group(list(range(1, world.world_size)))
-        if world.is_imagined and (self.is_remote or self.is_async):
-            raise InputError("parallel=ps can be planned only with updates=sync and forward=local")
         if world.rank == 0:
             model = ServerModel(recipe, world, self)
-            join_rpc(world, recipe, model.server, self.allow_network)
+            join_rpc(world, model.server, self.allow_network)
             return model
-        join_rpc(world, recipe, None, self.allow_network)
+        join_rpc(world, None, self.allow_network)
         use_group(recipe.module, trainers)  # for SyncBatchNorm: the server calls no forward
         return TrainerModel(recipe, world, self)
 

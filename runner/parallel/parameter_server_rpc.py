@@ -41,18 +41,11 @@ class Server:
         self._closed, self._reason = False, "the parameter server has exited"
         self._arrived: dict[int, tuple[torch.Tensor | None, torch.futures.Future[Reply]]] = {}
         self._num_threads = torch.get_num_threads()
-        self.is_imagined = False  # in a plan, in which gradients of the right size arrive at once
 
     def step(self, lr_factor: float, want_norm: bool) -> float | None:
         """Apply the sum of the trainers' gradients, or, if asynchronous, each as it arrives. Return the last norm."""
         norm = 0.0 if want_norm else None
         missing = [*self.trainers]
-        if self.is_imagined:
-            flat = flatten_gradients(self.trained, [None] * len(self.trained))
-            size, dtype = flat.numel(), flat.dtype
-            del flat  # which a real server does not have
-            for rank in missing:
-                push(rank, torch.empty(size, dtype=dtype))
         while missing:
             with self.allowing_forwards(), self._changed:
                 self._wait_for(missing)
@@ -136,17 +129,12 @@ class Server:
 
 # RPC looks up the functions that trainers call by name, so that they can only use a global server.
 _servers: list[Server] = []
-_imagined: list[torch.Tensor] = []  # in a trainer's plan, the parameters for which a server would reply
 _stores: list[torch.distributed.Store] = []
 
 
 def request(function: Callable[..., Any], *args: Any) -> Any:
     """Call one of the functions below on the server, and count the bytes sent and received."""
-    if _imagined:
-        weights = torch.cat([parameter.detach().reshape(-1) for parameter in _imagined])
-        reply = (weights, 0.0) if function is push else weights
-    else:
-        reply = rpc.rpc_sync(SERVER, function, args=args)
+    reply = rpc.rpc_sync(SERVER, function, args=args)
     count_tensors(RPC, args, reply, _gradient_of(reply))
     return reply
 
@@ -178,16 +166,9 @@ def _gradient_of(reply: object) -> torch.Tensor | None:
     return reply if isinstance(reply, torch.Tensor) and reply.requires_grad else None
 
 
-def join_rpc(world: World, recipe: Recipe, server: Server | None, allow_network: bool) -> None:
+def join_rpc(world: World, server: Server | None, allow_network: bool) -> None:
     """Connect the ranks for the rest of the job. server: None except on rank 0. All ranks must call it."""
     _servers[:] = [server] if server else []
-    if world.is_imagined:
-        if server is not None:
-            server.is_imagined = True
-        else:
-            _imagined[:] = [parameter for parameter in recipe.module.parameters() if parameter.requires_grad]
-        world.group.on_leave(lambda went_well: _imagined.clear())
-        return
     _stores[:] = [torch.distributed.PrefixStore("torch", world.store.namespace("rpc"))]
     options = rpc.TensorPipeRpcBackendOptions(
         init_method="runner://",  # torch's own store would listen on all interfaces

@@ -6,7 +6,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from runner.config.schema import Config
 from runner.distributed.world import World
 from runner.objectives.objective import LossGroup
-from runner.parallel.ddp import replica_options, wrap
+from runner.parallel.ddp import bucket_options, wrap
 from runner.parallel.loss_groups import prepare_loss_groups
 from runner.parallel.replica import Replica
 from runner.training.mode import Parallel, ParallelModel, Recipe
@@ -47,7 +47,7 @@ class Zero(Parallel):
         )
         # After the optimizer, whose buckets make channels_last parameters contiguous: DDP copies their strides.
         wrapped = wrap(recipe, world, gradient_as_bucket_view=True, find_unused_parameters=self.find_unused_parameters)
-        options = replica_options(wrapped, world, is_summed=wrapped.sum_on_cpu())
+        options = bucket_options(wrapped, world, is_summed=wrapped.sum_on_cpu())
         return Replica(
             recipe, optimizer, loss_group, without_sync=wrapped.no_sync, local_optimizer=optimizer.optim, **options
         )

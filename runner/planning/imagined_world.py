@@ -22,6 +22,9 @@ from runner.distributed.environment import IMAGINED, RankInfo
 from runner.distributed.local import exchange
 from runner.distributed.traffic import count
 from runner.distributed.world import World
+from runner.parallel import ddp, parameter_server
+from runner.planning import imagined_server
+from runner.planning.imagined_buckets import ImaginedBuckets
 
 SHAPES = "_propagate_tensor_meta_non_cached"
 
@@ -42,6 +45,11 @@ def imagined_world(rank: int, world_size: int, backend: Backend, on_gpu: bool) -
         # A mesh needs the values of its tensor, and DTensor computes shapes with whole tensors that no rank has.
         (DeviceMesh, "__init__", _outside_modes(DeviceMesh.__init__)),
         (ShardingPropagator, SHAPES, _outside_modes(getattr(ShardingPropagator, SHAPES))),
+        (ddp, "FixedBuckets", ImaginedBuckets),
+        (parameter_server, "Server", imagined_server.ImaginedServer),
+        (parameter_server, "join_rpc", imagined_server.join_rpc),
+        (parameter_server, "request", imagined_server.request),
+        (parameter_server.ParameterServer, "prepare", imagined_server.prepare),
     ]
     if on_gpu:  # bfloat16 attention runs in bfloat16, as on a GPU
         replacements.append((torch.cpu, "_is_amx_tile_supported", lambda: True))

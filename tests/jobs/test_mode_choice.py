@@ -58,7 +58,7 @@ def test_a_mode_that_fails_is_not_chosen(
     (tmp_path / "mine" / "broken.py").write_text(
         "from runner.parallel.none import NoParallel\n\n\nclass Broken(NoParallel):\n"
         "    def prepare(self, recipe, world):\n"
-        "        if not world.is_imagined:\n"
+        "        if world.rank_info.source != 'a plan':\n"
         "            raise RuntimeError('on purpose')\n"
         "        return super().prepare(recipe, world)\n"
     )

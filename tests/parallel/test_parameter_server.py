@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +32,6 @@ from runner.optimization.precision import Precision
 from runner.parallel.parameter_server import ParameterServer, ServerModel, TrainerModel
 from runner.parallel.parameter_server_rpc import Server, join_rpc
 from runner.training.draws.following import Draws
-from runner.training.mode import Recipe
 
 TOY = ("model=toy", "data=toy", "data.num_train=350", "batch_size=90", "precision=fp64", "epochs=9", "logger=none")
 DEEP = ("model=mlp", "model.hidden=[16]", "data.sample_shape=[1,8,8]", "batch_size=350", *TOY[4:])
@@ -90,7 +89,7 @@ def test_it_listens_only_on_loopback(tmp_path: Path) -> None:
         world = World(RankInfo(rank, rank, world_size, world_size), store, as_backend({"timeout_s": 20.0}))
         world.begin_job(world.backend)
         before = listening()
-        join_rpc(world, cast(Recipe, None), None, allow_network=False)
+        join_rpc(world, None, allow_network=False)
         assert rpc.rpc_sync("rank0", int, args=("7",)) == 7
         opened = listening() - before
         world.group.leave(went_well=not world.shutdown.failed)

@@ -1,4 +1,4 @@
-"""The buckets of DistributedDataParallel in a plan, whose tensors have no values."""
+"""The buckets of DistributedDataParallel in a plan, in place of runner.parallel.ddp.FixedBuckets."""
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -11,6 +11,7 @@ from torch._utils import _unflatten_dense_tensors
 
 from runner.distributed.collectives import sum_over
 from runner.errors import InputError
+from runner.parallel.ddp import BROADCAST
 
 
 class ImaginedBuckets(nn.Module):
@@ -19,14 +20,13 @@ class ImaginedBuckets(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        broadcasts_buffers: bool,
         bucket_cap_mb: float = 25,
         gradient_as_bucket_view: bool = True,
         **options: Any,
     ):
         super().__init__()
         self.module, self._is_view = module, gradient_as_bucket_view
-        self._sent = [*module.buffers()] if broadcasts_buffers else []
+        self._sent = [*module.buffers()] if options.get(BROADCAST, True) else []
         in_reverse = [*module.parameters()][::-1]
         trained: list[torch.Tensor] = [parameter for parameter in in_reverse if parameter.requires_grad]
         limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, int(bucket_cap_mb * 2**20)]
