@@ -97,7 +97,7 @@ def _run(config: Config, request: Request, world: World, may_double: bool | None
     world.consensus.load_kept()
     task, experiment, crashed = _agree_on_input(config, request, world)
     if experiment is not None and may_double is not None:
-        experiment.warnings.extend(describe_choice(config, experiment))
+        experiment.warnings.extend(describe_choice(config.micro_batches, experiment))
     directory = RunDirectory(agree_on_directory(config, request.destination, world), writes=world.rank == 0)
     directory.pruner = request.pruner
     report_late = partial(report_failure, directory.path)
@@ -112,7 +112,7 @@ def _run(config: Config, request: Request, world: World, may_double: bool | None
             world_size=world.world_size,
             seed=config.seed,
             samples=count_samples(experiment),
-            num_steps=count_steps(config, experiment.train_loader.sampler.steps_per_epoch)
+            num_steps=count_steps(config.epochs, config.max_steps, experiment.train_loader.sampler.steps_per_epoch)
             if experiment is not None and task is not None and task.trains
             else None,
             monitor=asdict(experiment.monitor) if experiment is not None else None,
@@ -146,8 +146,8 @@ def _run(config: Config, request: Request, world: World, may_double: bool | None
                 experiment.val_loader.close()
             _agree_on_end(end, world)
             if may_double and experiment is not None and end.state == "failed":
-                is_repeated = may_double_again(config, experiment, end.text)
-            _record_end(end, config, world, directory, task, is_repeated)
+                is_repeated = may_double_again(config.micro_batches, config.batch_size, experiment.axes, end.text)
+            _record_end(end, config.micro_batches, world, directory, task, is_repeated)
         if end.stopped:
             raise Preempted(end.stopped)
         raise TooLarge(end.text, directory=str(directory.path)) if is_repeated else JobFailed(end.text)
@@ -255,14 +255,14 @@ def _agree_on_end(end: _End, world: World) -> None:
 
 
 def _record_end(
-    end: _End, config: Config, world: World, directory: RunDirectory, task: JobTask | None, is_repeated: bool
+    end: _End, micro_batches: int, world: World, directory: RunDirectory, task: JobTask | None, is_repeated: bool
 ) -> None:
     """Write the end to the log and to the run directory. is_repeated: the job is tried with more micro-batches."""
-    count, is_reporter = config.micro_batches, world.shutdown.is_reporter
+    is_reporter = world.shutdown.is_reporter
     if end.stopped:
         log.warning("%s: %s", end.stopped, _stopped_where(directory, task))
     elif is_repeated and world.rank == 0:
-        log.warning("micro_batches=auto: out of memory with %d, trying %d", count, 2 * count)
+        log.warning("micro_batches=auto: out of memory with %d, trying %d", micro_batches, 2 * micro_batches)
     elif end.state == "failed" and not is_repeated:
         if is_reporter or world.rank > 0:  # if rank 0 is late, another rank reports it
             log.error("%s", end.text.rstrip())

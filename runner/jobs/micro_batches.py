@@ -12,6 +12,7 @@ from runner.errors import InputError, JobFailed
 from runner.records.run_directory import Command, Request
 from runner.training.build import Experiment
 from runner.training.components import make_parallel
+from runner.training.mode import Axes
 
 RAN_OUT = "ran out of memory:"  # part of the first line of a rank's failure report, which all ranks receive
 
@@ -20,24 +21,24 @@ class TooLarge(JobFailed):
     """A rank ran out of memory, and smaller micro-batches may fit. `directory` is the run directory."""
 
 
-def describe_choice(config: Config, experiment: Experiment) -> list[str]:
+def describe_choice(micro_batches: int, experiment: Experiment) -> list[str]:
     """Return a warning if the results depend on the number of micro-batches, which depends on the memory."""
-    if config.micro_batches == 1 or not trains_batch_norm(experiment.recipe.module):
+    if micro_batches == 1 or not trains_batch_norm(experiment.recipe.module):
         return []
-    chosen = config.micro_batches
     return [
-        f"micro_batches=auto has chosen {chosen} by the free memory, which changes BatchNorm; for the same results on "
-        f"another machine, set micro_batches={chosen}"
+        f"micro_batches=auto has chosen {micro_batches} by the free memory, which changes BatchNorm; for the same "
+        f"results on another machine, set micro_batches={micro_batches}"
     ]
 
 
-def may_double_again(config: Config, experiment: Experiment, text: str) -> bool:
-    """Return True if the job may be repeated with twice as many micro-batches. All ranks return the same value."""
+def may_double_again(micro_batches: int, batch_size: int, axes: Axes, text: str) -> bool:
+    """Return True if the job may be repeated with twice as many micro-batches. All ranks return the same value.
+
+    text: the failure of the job.
+    """
     if RAN_OUT not in text.partition("\n")[0]:
         return False
-    axes = experiment.axes
-    doubled: int = 2 * config.micro_batches * axes.micro_batches * axes.data_ranks
-    return doubled <= config.batch_size
+    return 2 * micro_batches * axes.micro_batches * axes.data_ranks <= batch_size
 
 
 def run_until_it_fits(

@@ -43,7 +43,8 @@ class Measure(JobTask):
         parallel_model = experiment.parallel.prepare(experiment.recipe, world)
         start = TrainState(step=0, epoch=0, step_in_epoch=0, batch_size=config.batch_size)
         meter = ThroughputMeter(warmup_steps=self.compared_steps + min(3, self.timed_steps - 1))
-        callbacks = Callbacks([("nan_guard", NanGuard(config, experiment, parallel_model, world))])
+        nan_guard = NanGuard(config.on_nonfinite, config.loss_spike, experiment, parallel_model, world)
+        callbacks = Callbacks([("nan_guard", nan_guard)])
         if config.ema.decay is not None:
             ema = EMA(parallel_model, experiment.recipe.module, config.ema.decay, config.ema.warmup_steps)
             callbacks.add("ema", ema)

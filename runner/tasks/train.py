@@ -154,7 +154,7 @@ def make_all_callbacks(
 ) -> Callbacks:
     """Return the built-in and the custom callbacks in the order in which they are called; checkpoints come last."""
     callbacks = Callbacks()
-    nan_guard = NanGuard(config, experiment, parallel_model, world)
+    nan_guard = NanGuard(config.on_nonfinite, config.loss_spike, experiment, parallel_model, world)
     callbacks.add("nan_guard", nan_guard)
     if config.ema.decay is not None:
         ema = EMA(parallel_model, experiment.recipe.module, config.ema.decay, config.ema.warmup_steps)
@@ -190,7 +190,7 @@ def make_all_callbacks(
 
 def describe(config: Config, experiment: Experiment, world: World, directory: RunDirectory) -> list[str]:
     result, train, val = directory.record, experiment.train_loader, experiment.val_loader
-    num_steps = count_steps(config, train.sampler.steps_per_epoch)
+    num_steps = count_steps(config.epochs, config.max_steps, train.sampler.steps_per_epoch)
     device = " + ".join(map(str, dict.fromkeys(world.devices))) + (" each" if world.device.type != "cpu" else "")
     ranks = "1 process" if world.world_size == 1 else f"{world.world_size} processes"
     batch = f"{quantity(config.batch_size, 'sample')} per step"

@@ -5,7 +5,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from runner.checkpoints.saved_state import local_part
-from runner.config.schema import Config
 from runner.distributed.world import World
 from runner.errors import JobFailed
 from runner.input.batch import StepBatch
@@ -16,8 +15,8 @@ from runner.training.model.forward_state import restoring_state
 class Replay:
     """Computes the gradients of every n-th step twice, from the same state; see `replay_every_steps`."""
 
-    def __init__(self, config: Config, recipe: Recipe, world: World):
-        self._every, self._recipe, self._world = config.replay_every_steps, recipe, world
+    def __init__(self, every_steps: int | None, recipe: Recipe, world: World):
+        self._every, self._recipe, self._world = every_steps, recipe, world
         # Read before the first step: parameters that FSDP gathers later are other objects.
         self._names = {parameter: f"the gradient of {name}" for name, parameter in recipe.module.named_parameters()}
 

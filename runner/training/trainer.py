@@ -41,7 +41,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.straggler = StragglerMeter(self.world, self.experiment.axes)
-        self.replay = Replay(self.config, self.experiment.recipe, self.world)
+        self.replay = Replay(self.config.replay_every_steps, self.experiment.recipe, self.world)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -50,7 +50,7 @@ class Trainer:
     @property
     def num_steps(self) -> int:
         """Number of optimizer steps of the whole run."""
-        return count_steps(self.config, self.steps_per_epoch)
+        return count_steps(self.config.epochs, self.config.max_steps, self.steps_per_epoch)
 
     def train(self, run: RunInfo) -> dict[str, float]:
         """Train to the last step, and return the last metrics. All ranks must call it.
@@ -208,6 +208,6 @@ class Trainer:
         return finish_vote
 
 
-def count_steps(config: Config, steps_per_epoch: int) -> int:
+def count_steps(epochs: int, max_steps: int | None, steps_per_epoch: int) -> int:
     """Return the number of optimizer steps of the whole run."""
-    return min(config.epochs * steps_per_epoch, config.max_steps or config.epochs * steps_per_epoch)
+    return min(epochs * steps_per_epoch, max_steps or epochs * steps_per_epoch)

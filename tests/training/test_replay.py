@@ -64,7 +64,7 @@ def test_every_flipped_bit_is_detected_and_its_rank_and_parameter_are_named(
         experiment = build(config, request.command.choices, world)
         replica = experiment.parallel.prepare(experiment.recipe, world)
         assert isinstance(replica, Replica)
-        replay, names = Replay(config, experiment.recipe, world), sorted(replica.local_parameters())
+        replay, names = Replay(config.replay_every_steps, experiment.recipe, world), sorted(replica.local_parameters())
         batch = next(iter(experiment.train_loader.steps(0)))
         for seed in range(10):
             drawn = random.Random(seed)

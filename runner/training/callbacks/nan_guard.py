@@ -13,7 +13,6 @@ from torch.nn.utils import get_total_norm
 
 from runner.checkpoints.layout import TrainState
 from runner.checkpoints.saved_state import LocalState, SavedState, local_part
-from runner.config.schema import Config
 from runner.distributed.world import World
 from runner.errors import JobFailed
 from runner.input.batch import StepBatch
@@ -39,8 +38,15 @@ class NanGuard(Callback):
     error. With `skip`, all ranks skip the update if any rank detects a problem.
     """
 
-    def __init__(self, config: Config, experiment: Experiment, parallel_model: ParallelModel, world: World):
-        self._action, self._factor = config.on_nonfinite, config.loss_spike
+    def __init__(
+        self,
+        on_nonfinite: str,
+        loss_spike: float | None,
+        experiment: Experiment,
+        parallel_model: ParallelModel,
+        world: World,
+    ):
+        self._action, self._factor = on_nonfinite, loss_spike
         self._experiment, self._parallel_model, self._world = experiment, parallel_model, world
         # The fp16 scaler tries scales until no gradient overflows, and skips those updates itself.
         self._has_scaler = experiment.recipe.precision.scaler.is_enabled()
