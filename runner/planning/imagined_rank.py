@@ -76,12 +76,8 @@ def plan_rank(
         experiment = _build(config, choices, world, (train_data, val_data))
         round_steps = experiment.parallel.round_steps
         num_planned = min(2, round_steps)  # all steps of a round except the last are identical
-        module, callbacks = experiment.recipe.module, Callbacks([])
-        parallel_model = _prepare(experiment, world, tracker, num_planned)
-        if config.ema.decay is not None:
-            callbacks.add("ema", EMA(parallel_model, module, config.ema.decay, config.ema.warmup_steps))
-        start = TrainState(step=0, epoch=0, step_in_epoch=0, batch_size=config.batch_size)
-        trainer = Trainer(config, experiment, parallel_model, world, start, ThroughputMeter(), callbacks)
+        module = experiment.recipe.module
+        trainer = _make_trainer(config, experiment, _prepare(experiment, world, tracker, num_planned), world)
         make_data = _data_maker(experiment, train_data)
         batch, bytes_per_row = _batch(experiment, make_data), None
         rows = max(micro_batch.num_samples for micro_batch in batch.micro_batches)
@@ -101,12 +97,8 @@ def plan_rank(
                 trainer.step(batch)
             ahead = _read_ahead(experiment, make_data, batch)
             tracker.reset_peak()  # the first step has created the state of the optimizer
-            events, exchanged = list[Counter[Operator] | Message](), Counter[str]()
-            for times in (1, round_steps - 1)[:num_planned]:  # the end of a round, and the rest
-                with Timeline() as timeline:
-                    trainer.step(batch)
-                events += times * timeline.events
-                exchanged.update({kind: times * count for kind, count in timeline.bytes.items()})
+            counts = (1, round_steps - 1)[:num_planned]  # the end of a round, and the rest
+            events, exchanged = _observe_round(functools.partial(trainer.step, batch), counts)
             memory = tracker.peak()
             if experiment.axes.data_rank(rank) is None:  # a server computes no activations: it receives gradients
                 memory[COMMUNICATION], memory[ACTIVATIONS] = memory[COMMUNICATION] + memory[ACTIVATIONS], 0
@@ -125,6 +117,28 @@ def plan_rank(
         {kind: count / round_steps for kind, count in exchanged.items()},
         events,
     )
+
+
+def _make_trainer(config: Config, experiment: Experiment, parallel_model: ParallelModel, world: World) -> Trainer:
+    callbacks = Callbacks([])
+    if config.ema.decay is not None:
+        average = EMA(parallel_model, experiment.recipe.module, config.ema.decay, config.ema.warmup_steps)
+        callbacks.add("ema", average)
+    start = TrainState(step=0, epoch=0, step_in_epoch=0, batch_size=config.batch_size)
+    return Trainer(config, experiment, parallel_model, world, start, ThroughputMeter(), callbacks)
+
+
+def _observe_round(
+    step: Callable[[], None], counts: Sequence[int]
+) -> tuple[list[Counter[Operator] | Message], Counter[str]]:
+    """Make a step for each count, the number of identical steps. Return the events and the bytes by collective."""
+    events, exchanged = list[Counter[Operator] | Message](), Counter[str]()
+    for count in counts:
+        with Timeline() as timeline:
+            step()
+        events += count * timeline.events
+        exchanged.update({kind: count * size for kind, size in timeline.bytes.items()})
+    return events, exchanged
 
 
 def _build(config: Config, choices: Mapping[str, str], world: World, data: tuple[Source, Source]) -> Experiment:
