@@ -1,7 +1,6 @@
 """Several kinds of parallelism at once: a mesh of replicas, shards, stages of a pipeline, and sharded layers."""
 
 import math
-from collections import Counter
 from dataclasses import replace
 from typing import Literal, Self
 
@@ -12,8 +11,8 @@ from runner.distributed.process_group import make_mesh
 from runner.distributed.world import World
 from runner.parallel.allreduce import AllReduce
 from runner.parallel.fsdp import FSDP, check_sparse
-from runner.parallel.pipeline import Pipeline, Schedule
-from runner.parallel.pipeline_partition import trainable_units
+from runner.parallel.pipeline import Pipeline, Schedule, trainable_units
+from runner.parallel.pipeline_replica import find_ties
 from runner.parallel.tp import TP, check_layers, prepare_layers
 from runner.training.mode import Axes, Parallel, ParallelModel, Recipe, check_divides
 
@@ -104,12 +103,12 @@ class Mesh(Parallel):
     def _check_ties(self, module: nn.Module) -> list[str]:
         """Return a message if stages share a parameter. torch cannot shard it in two stages of one rank."""
         units = trainable_units(module.stages())  # type: ignore[operator]
-        uses = Counter(parameter for unit in units for parameter in unit.parameters())
+        ties = find_ties(module, units, range(len(units)))
         return [
-            f"parallel.shard={self.resolved_axes.shard}: two stages of a rank may share {name}, which FSDP cannot "
-            "shard twice; try parallel.schedule=1F1B or parallel.shard=1"
-            for name, parameter in module.named_parameters()
-            if uses[parameter] > 1
+            f"parallel.shard={self.resolved_axes.shard}: two stages of a rank may share {tie.names[0]}, which FSDP "
+            "cannot shard twice; try parallel.schedule=1F1B or parallel.shard=1"
+            for tie in ties
+            if len(tie.ranks) > 1
         ][:1]
 
     def prepare(self, recipe: Recipe, world: World) -> ParallelModel:

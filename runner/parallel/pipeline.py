@@ -4,6 +4,7 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, Literal, Self
 
 import torch
@@ -12,25 +13,23 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
+from torch.utils.flop_counter import FlopCounterMode
 
 from runner.config.schema import Config
 from runner.distributed.process_group import make_mesh
 from runner.distributed.sync_batch_norm import use_group
 from runner.distributed.world import World
+from runner.input.pytree import map_tensors
 from runner.objectives.supervised import call_model
 from runner.parallel.fsdp import data_group
-from runner.parallel.pipeline_partition import (
+from runner.parallel.pipeline_replica import (
     Chain,
+    PipelineReplica,
+    StageOutput,
     TiedParameters,
     find_ties,
-    num_operations,
-    num_parameters,
-    partition,
     pipelines,
-    trainable_units,
 )
-from runner.parallel.pipeline_replica import PipelineReplica
-from runner.parallel.pipeline_stage import StageOutput
 from runner.parallel.tp import shard_layers
 from runner.training.mode import Axes, Parallel, Recipe, check_divides
 from runner.training.model.deferred_init import probe
@@ -228,3 +227,63 @@ def _log_stages(ranges: list[range], sizes: list[int], owners: list[int], mesh: 
         log.info(
             "pipeline rank %s: stages %s of %s, %.1f%% of the parameters", ranks, units, ranges[-1].stop, 100 * fraction
         )
+
+
+def trainable_units(model_stages: Sequence[nn.Module]) -> list[Chain]:
+    """Join each stage without trained parameters to the previous stage, or at the start to the next one.
+
+    A rank of a pipeline needs something to train, and what it sends needs a gradient.
+    """
+    units: list[list[nn.Module]] = []
+    has_weights = False  # whether the last unit has any
+    for stage in model_stages:
+        trains = any(parameter.requires_grad for parameter in stage.parameters())
+        if not units or (trains and has_weights):
+            units.append([])
+            has_weights = False
+        units[-1].append(stage)
+        has_weights |= trains
+    return [Chain(*unit) for unit in units]
+
+
+def num_parameters(units: Sequence[nn.Module]) -> list[int]:
+    return [sum(parameter.numel() for parameter in unit.parameters()) for unit in units]
+
+
+def num_operations(units: Sequence[nn.Module], inputs: Any) -> list[int]:
+    """Count the floating-point operations of each unit. They are not timed, because all ranks must agree.
+
+    inputs: those of one sample. The units should be in evaluation mode; they may be on the meta device.
+    """
+    counts = []
+    features = map_tensors(torch.Tensor.cpu, inputs)
+    with torch.no_grad():
+        for unit in units:
+            with FlopCounterMode(display=False) as counter:
+                features = probe(unit, call_model, features)
+            counts.append(counter.get_total_flops())
+    return counts
+
+
+def partition(costs: Sequence[int], num_groups: int) -> list[range]:
+    """Split the costs into consecutive, non-empty groups, with the smallest possible largest sum.
+
+    The slowest stage sets a pipeline's pace. Of several such partitions, the most even one is returned.
+    """
+    assert 1 <= num_groups <= len(costs)
+    sums = [0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+
+    # best[end]: (largest sum, sum of squares, cuts) of costs[:end] in the number of groups so far
+    best: dict[int, tuple[int, int, list[int]]] = {0: (0, 0, [0])}
+    for group in range(1, num_groups + 1):
+        longer = {}
+        for end in range(group, len(costs) - (num_groups - group) + 1):
+            longer[end] = min(
+                (max(largest, sums[end] - sums[start]), squares + (sums[end] - sums[start]) ** 2, [*cuts, end])
+                for start, (largest, squares, cuts) in best.items()
+                if start < end
+            )
+        best = longer
+    return [range(start, end) for start, end in pairwise(best[len(costs)][2])]

@@ -1,19 +1,22 @@
-"""A parallel model whose layers are spread over the ranks of a pipeline, run by torch's schedules."""
+"""A rank of a pipeline: its stages, which torch's schedules run, and the parameters that it shares with other ranks."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
+from torch.utils._python_dispatch import _disable_current_modes
 
 from runner.checkpoints.extra_state import copy_extra_state, load_extra_state, with_extra_state
 from runner.checkpoints.saved_state import (
     MODEL,
     LocalState,
     SavedState,
+    local_part,
     read_weights,
     tensor_hashes,
     without_extra_state,
@@ -23,15 +26,178 @@ from runner.distributed.collectives import sum_over
 from runner.input.batch import MicroBatch, StepBatch
 from runner.input.rng import derive_seed, seed_all
 from runner.objectives.objective import LossGroup, Prediction
-from runner.objectives.supervised import Supervised
+from runner.objectives.supervised import Supervised, call_model
+from runner.optimization.parameter_patterns import names_of
 from runner.parallel.fsdp import data_options, shard_together
 from runner.parallel.optimizer_state import is_of_rank, optimizer_state
-from runner.parallel.parameter_update import norm_over_meshes, scale_gradients, weight_factor, whole
-from runner.parallel.pipeline_partition import Chain, TiedParameters, pipelines
-from runner.parallel.pipeline_stage import Stage, StageModule, StageOutput
+from runner.parallel.parameter_update import norm_over_meshes, scale_gradients, sum_gradients, weight_factor, whole
 from runner.parallel.replica import Replica
 from runner.training.mode import Recipe
 from runner.training.model.submodules import attached_loss, stages_or_children
+
+
+class Chain(nn.Sequential):
+    """Modules called in order; the first one may have several arguments."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        first, *others = self
+        features = first(*args, **kwargs)
+        for module in others:
+            features = module(features)
+        return features
+
+
+@dataclass(frozen=True)
+class StageOutput:
+    """The shape, without the dim of samples, and the dtype of what a stage sends to the next one."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def empty(self, num_samples: int, device: torch.device | str) -> torch.Tensor:
+        return torch.empty(num_samples, *self.shape, dtype=self.dtype, device=device)
+
+    def check(self, features: torch.Tensor) -> None:
+        if features.shape[1:] != self.shape:
+            raise ValueError(
+                f"a pipeline sends tensors of one shape, but outputs have shape {list(features.shape[1:])} here "
+                f"and {list(self.shape)} for the first sample; pad all samples, or try parallel=ddp, fsdp or tp"
+            )
+
+
+class Stage(PipelineStage):
+    """A stage that initializes connections only with other ranks.
+
+    torch 2.11 lets a rank send to itself if it has two neighbors, as in the middle of a V, which gloo does not support.
+    """
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        operations: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()  # type: ignore[misc, unused-ignore]
+        return [operation for operation in operations if operation.peer != dist.get_rank()]
+
+
+class StageModule(nn.Module):
+    """The layers of a stage, with inputs and outputs padded to one number of samples; the last stage returns the loss.
+
+    A schedule requires fixed shapes, but the micro-batches of a step differ by one sample, and the last ones may be
+    missing. Every rank of a pipeline reads the same micro-batches and so knows how many samples are real. Only those
+    pass through the layers, because BatchNorm would count the padding. In evaluation mode, nothing is padded.
+    """
+
+    def __init__(
+        self,
+        layers: nn.Module,
+        number: int,
+        micro_batches: list[MicroBatch],
+        recipe: Recipe,
+        output: StageOutput | None,
+        compute_loss: Callable[[Any, MicroBatch], torch.Tensor],
+    ):
+        """micro_batches: those of the current call of the schedule. output: None for the last stage."""
+        super().__init__()
+        self.layers, self.output, self.number, self.compute_loss = layers, output, number, compute_loss
+        self.micro_batches, self.precision, self.draws = micro_batches, recipe.precision, recipe.draws
+        self.num_samples = 0  # after padding
+        self.position = 0  # of the next micro-batch: all schedules run their forwards in order
+
+    def forward(self, received: Any) -> torch.Tensor:
+        if not self.training:
+            outputs: torch.Tensor = call_model(self.layers, received)
+            return outputs
+        position, self.position = self.position, self.position + 1
+        if position >= len(self.micro_batches):
+            # No rank has this micro-batch. Gradients of zero must still reach all parameters.
+            ends = [t for t in (received, *self.parameters()) if t.requires_grad]
+            zero = torch.stack([local_part(t).flatten()[:0].sum() for t in ends]).sum()
+            if self.output is None:
+                return zero
+            return zero + self.output.empty(self.num_samples, received.device).zero_()
+        micro_batch = self.micro_batches[position]
+        with self.precision.autocast(), self.draws.following(micro_batch, stage=self.number):
+            # A copy, because the schedules pass a leaf of autograd, which an in-place operator must not change.
+            inputs = micro_batch.inputs if self.number == 0 else received[: micro_batch.rows].clone()
+            outputs = call_model(self.layers, inputs)
+            if self.output is None:
+                return self.compute_loss(outputs, micro_batch)
+        self.output.check(outputs)
+        # Always a copy: the schedules detach what they have sent, which fails for a view (of Flatten, for example).
+        padding = outputs.new_zeros(self.num_samples - len(outputs), *outputs.shape[1:])
+        return torch.cat([outputs, padding]).contiguous()  # channels_last cannot be sent
+
+
+def pipelines(mesh: DeviceMesh) -> list[list[int]]:
+    """Return the ranks of each pipeline of a mesh with the axis stage, in the order of the stages."""
+    assert mesh.mesh_dim_names is not None
+    with _disable_current_modes():  # see make_mesh
+        ranks = mesh.mesh.movedim(mesh.mesh_dim_names.index("stage"), -1)
+        return ranks.reshape(-1, ranks.size(-1)).tolist()  # type: ignore[no-any-return]
+
+
+class Tie(NamedTuple):
+    """A parameter with several names or in several stages, and the ranks of a pipeline whose stages have it."""
+
+    names: list[str]
+    ranks: tuple[int, ...]
+
+
+def find_ties(module: nn.Module, stages: Sequence[nn.Module], owners: Sequence[int]) -> list[Tie]:
+    """Return the shared parameters. Must be called before stages are materialized, which unties them."""
+    ranks: dict[nn.Parameter, set[int]] = {}
+    for stage, owner in zip(stages, owners, strict=True):
+        for parameter in stage.parameters():
+            ranks.setdefault(parameter, set()).add(owner)
+    names = names_of([*module.named_parameters(remove_duplicate=False)])
+    ties = [Tie(names[parameter], tuple(sorted(of_parameter))) for parameter, of_parameter in ranks.items()]
+    return [tie for tie in ties if len(tie.names) > 1 or len(tie.ranks) > 1]
+
+
+class TiedParameters:
+    """The tied parameters of this rank, after its stages were materialized. All ranks must construct it.
+
+    All copies start with the weights of the model's constructor. They stay equal, because each gets the sum of all
+    copies' gradients and is updated in the same way.
+    """
+
+    def __init__(self, module: nn.Module, ties: Sequence[Tie], own: Iterable[nn.Module], mesh: DeviceMesh):
+        """own: this rank's stages. mesh: has the axis stage."""
+        here = {parameter for stage in own for parameter in stage.parameters()}
+        self._rank = rank = mesh.get_local_rank("stage")
+        slots = [[_slot(module, name) for name in tie.names] for tie in ties]
+        # The parameters' places in the model by tie: first those of this rank's stages.
+        self._slots = [sorted(of_tie, key=lambda slot: slot[0][slot[1]] not in here) for of_tie in slots]
+        self._ties = ties
+        self.tie()
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for ranks in dict.fromkeys(tie.ranks for tie in ties if len(tie.ranks) > 1):
+            for pipeline in pipelines(mesh):
+                group = dist.new_group([pipeline[stage] for stage in ranks])
+                if dist.get_rank() in pipeline and rank in ranks:
+                    assert isinstance(group, dist.ProcessGroup)
+                    self._groups[ranks] = group
+
+    def tie(self) -> None:
+        """Tie the parameters. Must be called again after this rank's stages were sharded, which replaces parameters."""
+        self._shared: dict[tuple[int, ...], list[nn.Parameter]] = {}
+        self.on_lower_ranks: set[torch.Tensor] = set()  # this rank's copies of parameters that a lower rank has too
+        for (_, ranks), slots in zip(self._ties, self._slots, strict=True):
+            copy = slots[0][0][slots[0][1]]
+            for parameters, key in slots:
+                parameters[key] = copy
+            if self._rank in ranks[1:]:
+                self.on_lower_ranks.add(copy)
+            if self._rank in ranks and len(ranks) > 1 and copy.requires_grad:
+                self._shared.setdefault(ranks, []).append(copy)
+
+    def sum_gradients(self) -> None:
+        """Sum over the copies, after the sum over replicas. All ranks of a pipeline must call it."""
+        for ranks, parameters in self._shared.items():
+            group = self._groups[ranks]
+            sum_gradients(parameters, lambda flat, group=group: dist.all_reduce(flat, group=group))  # type: ignore[misc]
+
+
+def _slot(module: nn.Module, name: str) -> tuple[dict[str, nn.Parameter], str]:
+    parent, _, key = name.rpartition(".")
+    return module.get_submodule(parent)._parameters, key  # type: ignore[return-value]
 
 
 class PipelineReplica(Replica):

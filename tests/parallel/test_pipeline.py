@@ -11,8 +11,7 @@ from torch import nn
 from worlds import Run, build_experiment, configure, run
 
 from runner.errors import InputError
-from runner.parallel.pipeline import Pipeline, Schedule
-from runner.parallel.pipeline_partition import num_operations, num_parameters, partition, trainable_units
+from runner.parallel.pipeline import Pipeline, Schedule, num_operations, num_parameters, partition, trainable_units
 
 # Eight stages. 32 samples do not divide evenly, and the last step of an epoch has 3, so that micro-batches are missing.
 DEEP = (
