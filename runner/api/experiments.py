@@ -56,7 +56,7 @@ def train(overrides: Iterable[str] = (), config_dirs: Directories = ()) -> Run:
             with composing(texts, directories, multirun=False) as arguments:
                 config, request = prepare(arguments, EMBEDDED, _command(texts, directories))
                 launcher = make_launcher(config)
-                if launches_jobs(config):
+                if launches_jobs(config.task):
                     raise InputError(f"task={request.command.choices['task']} is not a single run; run it in a shell")
                 if launcher.queues or launcher.started_on_each:
                     name = request.command.choices["launcher"]

@@ -47,7 +47,7 @@ def check_input(config: Config, choices: Mapping[str, str]) -> list[str]:
     for group in GROUPS:
         node = getattr(config, group)
         messages += check_options(group, node, provided(group, node), DESCRIBED.get(group, ()))
-    messages += check_patterns(config)
+    messages += check_patterns(config.init_from, config.freeze)
     messages += check_optimizer_groups(config.optimizer, provided("optimizer", config.optimizer))
     return messages or _check_task(config, choices)
 

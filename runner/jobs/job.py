@@ -207,7 +207,7 @@ def _build(config: Config, request: Request, world: World) -> tuple[JobTask, Exp
     messages = choose_devices(world)
     set_threads(world, config.threads)
     reset_process(config.seed)
-    task: JobTask = make_task(config, JobTask)
+    task: JobTask = make_task(config.task, JobTask)
     messages += check_fit(config, world.device.type)
     if messages := messages + check_size(config, choices, task, world.world_size):
         raise InputError(*messages)

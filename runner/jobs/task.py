@@ -58,14 +58,14 @@ class LaunchingTask(Task):
         """Run the task in each process of the command. Return its metrics, or raise as runner.jobs.job.run_job does."""
 
 
-def launches_jobs(config: Config) -> bool:
+def launches_jobs(node: Mapping[str, Any]) -> bool:
     """Return True if the chosen task is a LaunchingTask, without constructing it."""
-    return hasattr(locate(config.task["_target_"]), "launch_jobs")
+    return hasattr(locate(node["_target_"]), "launch_jobs")
 
 
-def make_task(config: Config, contract: type) -> Any:
+def make_task(node: dict[str, Any], contract: type) -> Any:
     """Construct the task. Raise InputError for a refused option or a class that does not implement the contract."""
-    task = make_group({}, "task", config.task)
+    task = make_group({}, "task", node)
     check_contract(task, contract, "task")
     return task
 

@@ -43,8 +43,8 @@ def launch(config: Config, request: Request, rank_info: RankInfo, launcher: Laun
         locate_initial_weights(config, request.destination.directory)
         if request.queued_overrides:
             request = replace(request, command=replace(request.command, overrides=request.queued_overrides))
-    if launches_jobs(config):
-        task: LaunchingTask = make_task(config, LaunchingTask)
+    if launches_jobs(config.task):
+        task: LaunchingTask = make_task(config.task, LaunchingTask)
         return task.launch_jobs(config, request, rank_info)
     if launcher.starts_processes and not rank_info.may_start_processes:
         raise InputError(
@@ -91,7 +91,7 @@ def launch_and_report(config: Config, request: Request, rank_info: RankInfo) -> 
 
 def check_queueable(config: Config, choices: Mapping[str, str]) -> None:
     """Raise InputError if the launcher queues jobs but the task would launch its own jobs in this process."""
-    if launches_jobs(config) and not locate(config.task["_target_"]).reads_run:
+    if launches_jobs(config.task) and not locate(config.task["_target_"]).reads_run:
         raise InputError(
             f"launcher={choices['launcher']} queues a job, but task={choices['task']} starts processes itself "
             "where the command runs; run it inside an allocation (salloc, or a script for sbatch) with launcher=env"
@@ -100,9 +100,9 @@ def check_queueable(config: Config, choices: Mapping[str, str]) -> None:
 
 def check_ahead(config: Config, choices: Mapping[str, str], world_size: int) -> None:
     """Raise InputError if no world of this size can run the job. Model, data and device are checked by the ranks."""
-    if launches_jobs(config):
+    if launches_jobs(config.task):
         return
-    task: JobTask = make_task(config, JobTask)
+    task: JobTask = make_task(config.task, JobTask)
     if messages := check_fit(config, device_type=None) + check_size(config, choices, task, world_size):
         raise InputError(*messages)
     if not task.needs_experiment:

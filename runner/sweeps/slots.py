@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -51,16 +51,16 @@ def check_slots(slots: Any, configs: Sequence[Config]) -> None:
     for config in configs:
         if config.debug:
             raise InputError("debug=true needs a process with a terminal; remove it, or hydra/launcher=slots")
-        if (ranks := count_ranks(config)) > slots:
+        if (ranks := count_ranks(config.launcher)) > slots:
             raise InputError(
                 f"launcher.nproc_per_node={ranks}: a job needs a slot for each rank, but hydra.launcher.slots={slots}; "
                 "use at most that many ranks"
             )
 
 
-def count_ranks(config: Config) -> int:
+def count_ranks(launcher: Mapping[str, Any]) -> int:
     """Return the number of ranks that the job's launcher starts on this machine."""
-    return int(config.launcher.get("nproc_per_node", 1))
+    return int(launcher.get("nproc_per_node", 1))
 
 
 def run_in_slots(
@@ -87,7 +87,7 @@ def run_in_slots(
     with handling_signals():
         try:
             while running or (waiting and not received()):
-                while waiting and not received() and len(free) >= (num_slots := count_ranks(waiting[0][1])):
+                while waiting and not received() and len(free) >= (num_slots := count_ranks(waiting[0][1].launcher)):
                     job, config, request = waiting.pop(0)
                     if sweep.skips(job):
                         continue

@@ -1,29 +1,29 @@
 """Checks of the options that select parameters by patterns of their names: init_from, freeze and optimizer.groups."""
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from runner.config.diagnostics.signature import check_options
 from runner.config.diagnostics.type_hints import show
-from runner.config.schema import Config
+from runner.config.schema import InitFrom
 
 _MAP_EXAMPLE = "'[\"^module[.]->\"]'"
 _GROUPS_EXAMPLE = "[{match: bias$, weight_decay: 0}]"
 
 
-def check_patterns(config: Config) -> list[str]:
+def check_patterns(init_from: InitFrom, freeze: Sequence[str]) -> list[str]:
     """Return one line per wrong value of init_from and freeze."""
     messages = []
-    if config.init_from.path == "":
+    if init_from.path == "":
         messages.append("init_from.path= must be the path of a file or a run directory, or null")
-    for index, entry in enumerate(config.init_from.map):
+    for index, entry in enumerate(init_from.map):
         key = f"init_from.map.{index}={entry}"
         if entry.count("->") != 1:
             messages.append(f"{key} must be a PATTERN->REPLACEMENT; for example init_from.map={_MAP_EXAMPLE}")
         elif message := _pattern_problem(entry.partition("->")[0]):
             messages.append(f"{key}: the part before -> {message}")
-    problems = [(f"freeze.{index}={pattern}", _pattern_problem(pattern)) for index, pattern in enumerate(config.freeze)]
+    problems = [(f"freeze.{index}={pattern}", _pattern_problem(pattern)) for index, pattern in enumerate(freeze)]
     return messages + [f"{key} {message}" for key, message in problems if message]
 
 

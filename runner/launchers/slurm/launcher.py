@@ -88,7 +88,7 @@ class Slurm(Queue):
         directory = Path(request.destination.directory) if request.destination.directory else None
         if self.dry_run:
             directory = directory or Path(config.outputs).absolute() / config.name / "STAMP"
-            print(self._script(config, directory, [(directory, request)])[0], end="")
+            print(self._script(config.name, directory, [(directory, request)])[0], end="")
             return {}
         check_sbatch()
         directory = directory or new_directory(config.outputs, config.name)
@@ -98,7 +98,7 @@ class Slurm(Queue):
                 f"{directory} belongs to job {previous}, which is in the queue; `scancel {previous}` ends it"
             )
         try:
-            text, note = self._script(config, directory, [(directory, request)])
+            text, note = self._script(config.name, directory, [(directory, request)])
             job = submit(text, directory)
         except InputError:
             if request.destination.directory is None:
@@ -110,7 +110,7 @@ class Slurm(Queue):
     def submit_sweep(self, jobs: Sequence[tuple[Config, Request]], directory: Path) -> list[str]:
         """Print or submit the jobs as one job array. Return their names in the queue; [] if they are printed."""
         runs = [(Path(str(request.destination.directory)), request) for _, request in jobs]
-        text, note = self._script(jobs[0][0], directory, runs)
+        text, note = self._script(jobs[0][0].name, directory, runs)
         if self.dry_run:
             print(text, end="")
             return []
@@ -150,7 +150,7 @@ class Slurm(Queue):
     def log_file(cls, directory: Path, name: str) -> Path:
         return directory / "slurm" / f"{name}.log"
 
-    def _script(self, config: Config, directory: Path, runs: Sequence[tuple[Path, Request]]) -> tuple[str, str]:
+    def _script(self, name: str, directory: Path, runs: Sequence[tuple[Path, Request]]) -> tuple[str, str]:
         """Return the script of the runs, and a note on the code that `directory` has from an earlier submission.
 
         Several runs are the tasks of a job array. Raises InputError if the code cannot be copied.
@@ -170,7 +170,7 @@ class Slurm(Queue):
         grace_s = max(self.signal_s - 20, self.signal_s * 3 // 4)
         parts = (
             "#!/bin/bash",
-            *self._directives(config.name, directory, len(runs)),
+            *self._directives(name, directory, len(runs)),
             "",
             script.TRAP,
             *_select_run(arguments),
