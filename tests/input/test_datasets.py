@@ -210,7 +210,9 @@ def test_lists_of_samples_are_drawn_and_collated_like_others() -> None:
     assert torch.equal(of_two, of_many) and of_two.frac().unique().numel() == 40
     inputs, _ = read_whole(load_split(of(Padded), {}, WORLD, "train"), 16)
     assert inputs.tolist() == list(range(105, 145))
-    train, _ = load_data(of(Chosen, val_fraction=0.25, transforms={"more": {"_target_": f"{__name__}.More"}}), {}, WORLD)
+    train, _ = load_data(
+        of(Chosen, val_fraction=0.25, transforms={"more": {"_target_": f"{__name__}.More"}}), {}, WORLD
+    )
     assert (read_whole(train, 16)[0].frac() == 0.5).all()
 
 
