@@ -50,7 +50,7 @@ MAY_READ_ENVIRONMENT = (
     "runner/records/code_copy.py",  # the copy of the code that a job of a queue runs
     "runner/sweeps/slot_process.py",
 )
-MAX_LINES, MAX_LINES_OF_THE_LOOP, MAX_FILES = 400, 250, 25
+MAX_LINES, MAX_LINES_OF_THE_LOOP, MAX_LINES_OF_A_FUNCTION, MAX_FILES = 400, 250, 60, 25
 VAGUE_NAMES = ("utils", "helpers", "misc", "common", "manager", "registry")
 
 Sources = Mapping[str, str]  # text by path
@@ -234,3 +234,14 @@ def test_files_and_folders_are_small_and_have_telling_names() -> None:
     assert [name for name in lengths if Path(name).stem in VAGUE_NAMES] == []
     folders = [str(Path(name).parent) for name in SOURCES if not name.endswith("__init__.py")]
     assert {folder: folders.count(folder) for folder in folders if folders.count(folder) > MAX_FILES} == {}
+
+
+def test_no_function_is_longer_than_its_limit() -> None:
+    functions = [
+        (name, node)
+        for name, text in SOURCES.items()
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
+    lengths = {f"{name}:{node.name}": (node.end_lineno or 0) - node.lineno + 1 for name, node in functions}
+    assert {name: length for name, length in lengths.items() if length > MAX_LINES_OF_A_FUNCTION} == {}

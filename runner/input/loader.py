@@ -50,14 +50,7 @@ class Loader:
         timeout_s: float | None = None,
         allow_empty: bool = False,
     ):
-        if num_workers < 0:
-            raise ValueError(f"loader.num_workers={num_workers} must be at least 0")
-        if num_workers:
-            check_shared_memory(f"loader.num_workers={num_workers}")
-        if prefetch is not None and prefetch < 1:
-            raise ValueError(f"loader.prefetch={prefetch} must be at least 1, or null")
-        if timeout_s is not None and timeout_s <= 0:
-            raise ValueError(f"loader.timeout_s={timeout_s:g} must be above 0 seconds, or null")
+        _check_options(num_workers, prefetch, timeout_s)
         if weights is not None and not shuffle:
             raise ValueError(f"loader.shuffle=false has no effect with loader.weights={weights}; leave one of them out")
         self.dataset = source = dataset if isinstance(dataset, Source) else Source.of(dataset)
@@ -202,6 +195,18 @@ class Loader:
         """Return a tensor of a batch on the device, in the dtype and memory format of the model."""
         tensor = cast_floating(tensor.to(self.device, non_blocking=True), self.dtype)
         return tensor.contiguous(memory_format=self.memory_format) if tensor.dim() == 4 else tensor
+
+
+def _check_options(num_workers: int, prefetch: int | None, timeout_s: float | None) -> None:
+    """Raise ValueError for a number out of its range, or if workers could not share batches."""
+    if num_workers < 0:
+        raise ValueError(f"loader.num_workers={num_workers} must be at least 0")
+    if num_workers:
+        check_shared_memory(f"loader.num_workers={num_workers}")
+    if prefetch is not None and prefetch < 1:
+        raise ValueError(f"loader.prefetch={prefetch} must be at least 1, or null")
+    if timeout_s is not None and timeout_s <= 0:
+        raise ValueError(f"loader.timeout_s={timeout_s:g} must be above 0 seconds, or null")
 
 
 def _share_in_worker(batch: Any) -> Any:

@@ -97,13 +97,7 @@ class Sweep:
             path = Path(self.directory)
             ledger.lock_sweep(path)
             recorded = [] if self.is_new else read_ledger(path)
-            self.record.shared = shared_values(configs, swept)
-            if not self.is_new:
-                before = ledger.read_sweep(path).shared
-                check_shared(path, recorded, before, configs[0], swept)
-                if not self.given.resume_force:
-                    _check_code(recorded, configs[0])
-                self.record.shared = {key: value for key, value in before.items() if key in self.record.shared}
+            self._share(path, recorded, configs, swept)
             if prepare is not None:
                 prepare(path)
             added = number_jobs([] if prepare else jobs, recorded, composer, path)
@@ -120,6 +114,16 @@ class Sweep:
                 "hydra.sweep.subdir=.",
             ]
             master.hydra.sweep.dir = self.directory
+
+    def _share(self, path: Path, recorded: list[JobRecord], configs: list[Config], swept: list[str]) -> None:
+        """Record the values that all jobs share. Raise InputError if a resumed sweep cannot continue with them."""
+        self.record.shared = shared_values(configs, swept)
+        if not self.is_new:
+            before = ledger.read_sweep(path).shared
+            check_shared(path, recorded, before, configs[0], swept)
+            if not self.given.resume_force:
+                _check_code(recorded, configs[0])
+            self.record.shared = {key: value for key, value in before.items() if key in self.record.shared}
 
     def join(self) -> "World":
         """Join the world of the ranks that run the sweep together, and return it."""

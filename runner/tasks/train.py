@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from runner.input.stream import UNKNOWN_LENGTH
 from runner.jobs.continuation import read_past_evaluations
 from runner.jobs.task import JobTask
 from runner.optimization.optimizers import DEFAULT
-from runner.records.monitor import LOSS, main_metrics
+from runner.records.monitor import LOSS, Monitor, main_metrics
 from runner.records.run_directory import CHOICE, RunDirectory
 from runner.records.run_files import read_mapping
 from runner.records.tables import format_number
@@ -104,22 +105,29 @@ class Train(JobTask):
             )
         )
         if trainer.stopped:
-            reasons = callbacks.stop_reasons()
-            reason = reasons.get("finished", reasons.get("pruned"))
-            directory.record.stopped = reason or None
-            log.info("stopped after step %d%s", trainer.state.step, f": {reason}" if reason else "")
-        directory.pruned = trainer.stopped and not trainer.stops_as_finished
-        values = [f"{name} {format_number(metrics[name])}" for name in main_metrics([experiment.monitor], metrics)]
-        if (best := directory.record.best) and best["step"] != directory.record.step:
-            values.append(
-                f"best {experiment.monitor.name} {format_number(best['value'])} after step {best['step']:.0f}"
-            )
-        end = f"pruned after step {directory.record.step}" if directory.pruned else "finished"
-        log.info("%s: %s", end, ", ".join(values))
-        log.info("run directory: %s", directory.path)
-        if any(directory.path.glob("events.out.tfevents.*")):  # TensorBoard's files, also if a custom logger wrote them
-            log.info("dashboard: tensorboard --logdir %s", directory.path.parent)
+            _record_stop(trainer, callbacks, directory)
+        _log_end(experiment.monitor, metrics, directory)
         return metrics
+
+
+def _record_stop(trainer: Trainer, callbacks: Callbacks, directory: RunDirectory) -> None:
+    """Record that callbacks have stopped the run, and why."""
+    reasons = callbacks.stop_reasons()
+    reason = reasons.get("finished", reasons.get("pruned"))
+    directory.record.stopped = reason or None
+    directory.pruned = not trainer.stops_as_finished
+    log.info("stopped after step %d%s", trainer.state.step, f": {reason}" if reason else "")
+
+
+def _log_end(monitor: Monitor, metrics: Mapping[str, float], directory: RunDirectory) -> None:
+    values = [f"{name} {format_number(metrics[name])}" for name in main_metrics([monitor], metrics)]
+    if (best := directory.record.best) and best["step"] != directory.record.step:
+        values.append(f"best {monitor.name} {format_number(best['value'])} after step {best['step']:.0f}")
+    end = f"pruned after step {directory.record.step}" if directory.pruned else "finished"
+    log.info("%s: %s", end, ", ".join(values))
+    log.info("run directory: %s", directory.path)
+    if any(directory.path.glob("events.out.tfevents.*")):  # TensorBoard's files, also if a custom logger wrote them
+        log.info("dashboard: tensorboard --logdir %s", directory.path.parent)
 
 
 def _in_epochs_of(state: TrainState, config: Config, steps_per_epoch: int) -> TrainState:
