@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from runner.errors import InputError
-from runner.records.code_copy import CODE
+from runner.records.code_copy import find_copies
 from runner.records.custom_code import targets
-from runner.records.ledger import LEDGER, is_sweep
+from runner.records.ledger import LEDGER
 from runner.records.run_files import read_mapping
 from runner.records.run_record import RESULT
 from runner.records.settings import CONFIG, OVERRIDES
@@ -54,20 +54,14 @@ def _other_owner(directory: Path) -> str | None:
 def _used_files(directory: Path) -> Iterator[Path]:
     yield directory
     yield from (directory / name for name in (OVERRIDES, CONFIG, RESULT, LEDGER))
-    for copy in _copies(directory):
+    for copy in find_copies(directory):
         yield from (copy, *copy.rglob("*"))
-
-
-def _copies(directory: Path) -> Iterator[Path]:
-    """Yield the copies of the code in the directory of a run, or of its sweep."""
-    for parent in (directory, directory.parent) if is_sweep(directory.parent) else (directory,):
-        yield from (parent / CODE).glob("*")
 
 
 def _recorded_code(directory: Path, words: Sequence[str]) -> Iterator[str]:
     """Yield the code that the record names: custom directories, classes and functions, and copies of code."""
     yield from (word for word in words if word.startswith("--config-dir=") or "_target_" in word)
-    yield from map(str, _copies(directory))
+    yield from map(str, find_copies(directory))
     if (directory / CONFIG).is_file():
         found = dict.fromkeys(targets(read_mapping(directory / CONFIG)))
         yield from (f"_target_: {target}" for target in found if not target.startswith(_KNOWN))

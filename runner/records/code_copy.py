@@ -5,17 +5,19 @@ So equal code has one copy, and a reader detects a changed one. A job of a queue
 code: RUNNER_CODE in its environment names the copy, and `code.json` in the copy has the origin of the code.
 """
 
+import functools
 import hashlib
 import json
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from runner.records.ledger import is_sweep
 from runner.records.run_files import make_directory, read_bytes
 
 CODE, SUMS, ORIGIN = "code", "code.sha256", "code.json"
@@ -32,9 +34,20 @@ class Origin:
     places: dict[str, str]  # custom directories and imported modules by their paths in the copy
 
 
+def new_copy(directory: Path, files: Files) -> Path:
+    """Return the path of the copy that has these files, in the directory of a sweep or of a run, or of its sweep."""
+    return (directory.parent if is_sweep(directory.parent) else directory) / CODE / hash_of(files)
+
+
+def find_copies(directory: Path) -> Iterator[Path]:
+    """Yield the copies in the directory of a run or a sweep, and in that of the run's sweep."""
+    for parent in (directory, directory.parent) if is_sweep(directory.parent) else (directory,):
+        yield from (parent / CODE).glob("*")
+
+
 def write_copy(directory: Path, files: Files) -> Path:
-    """Write a copy in the directory of a run or a sweep, unless it exists, and return its path."""
-    path = directory / CODE / hash_of(files)
+    """Write the copy at `new_copy`, unless it exists, and return its path."""
+    path = new_copy(directory, files)
     make_directory(path.parent)
     if path.exists():
         return path
@@ -86,7 +99,13 @@ def running_copy() -> tuple[Path, Origin] | None:
     """Return the copy whose code this process runs, and its origin; None if it runs the original code."""
     if not (path := os.environ.get("RUNNER_CODE")):
         return None
-    return Path(path), Origin(**json.loads(Path(path, ORIGIN).read_text()))
+    return Path(path), _origin_of(Path(path))
+
+
+@functools.cache
+def _origin_of(copy: Path) -> Origin:
+    """Return the origin of the code in a copy, which does not change."""
+    return Origin(**json.loads((copy / ORIGIN).read_text()))
 
 
 def original_path(path: str) -> str:

@@ -10,7 +10,7 @@ from runner.records.finding import check_is_record
 from runner.records.ledger import JobRecord, is_sweep, read_ledger, read_sweep
 from runner.records.run_files import read_metrics
 from runner.records.run_record import RESULT, RunRecord, current_state, read_run
-from runner.records.settings import OVERRIDES, by_key, read_overrides
+from runner.records.settings import by_key
 
 DAMAGED = "damaged"  # the state of a run whose files cannot be read
 # Exceptions that values of unexpected types in the files of a run may raise.
@@ -93,7 +93,7 @@ def finished_runs(runs: Sequence[RunRecord]) -> list[RunRecord]:
 def read_trial(directory: Path) -> Trial:
     """Return the trial of a single run, or of a job in its sweep's directory."""
     if not is_sweep(directory.parent):
-        overrides = by_key([text for text in read_overrides(directory / OVERRIDES) if not text.startswith("--")])
+        overrides = RunRecord(directory).overrides_by_key
         return Trial({key: value for key, value in overrides.items() if _is_experimental(key)}, {})
     jobs = {job.directory: by_key(job.overrides) for job in read_ledger(directory.parent)}
     overrides, values = jobs.get(directory, {}), defaultdict(set)

@@ -18,7 +18,6 @@ import runner
 from runner.errors import InputError, is_user_code
 from runner.paths import ROOT
 from runner.records.code_copy import CODE, Files, hash_of, original_path, read_copy, running_copy, write_copy
-from runner.records.ledger import is_sweep
 from runner.records.run_files import read_bytes, regular
 from runner.records.run_record import find_run
 
@@ -89,7 +88,7 @@ class CustomCode:
     def write(self, run: Path) -> None:
         """Copy the modules to the directory of the run, or of its sweep, unless the copy exists."""
         if self.modules and self.copy is None:
-            write_copy(run.parent if is_sweep(run.parent) else run, self._files)
+            write_copy(run, self._files)
 
 
 def imported_code(config: Mapping[str, Any]) -> CustomCode:

@@ -17,9 +17,19 @@ from pathlib import Path
 from runner.errors import InputError
 from runner.paths import IS_CHECKOUT
 from runner.records import provenance
-from runner.records.code_copy import CODE, ORIGIN, SUMS, Files, Origin, hash_of, read_copy, time_of, write_copy
+from runner.records.code_copy import (
+    CODE,
+    ORIGIN,
+    SUMS,
+    Files,
+    Origin,
+    find_copies,
+    new_copy,
+    read_copy,
+    time_of,
+    write_copy,
+)
 from runner.records.custom_code import custom_file, runner_sources
-from runner.records.ledger import is_sweep
 from runner.records.run_files import dumps
 
 # Directories of the copy: the directories of --config-dir, other imported modules, and the runner.
@@ -53,8 +63,8 @@ def freeze(directory: Path, config_dirs: Sequence[str], write: bool = True) -> F
         places = {name: str(source) for name, source in _custom_sources(config_dirs).items()}
         origin = Origin(provenance.git_state(), provenance.custom_repositories(config_dirs), places)
         _check_size(origin)
-        parent, files, since = directory.parent if is_sweep(directory.parent) else directory, _files(origin), None
-        path = write_copy(parent, files) if write else parent / CODE / hash_of(files)
+        files, since = _files(origin), None
+        path = write_copy(directory, files) if write else new_copy(directory, files)
     by_source = {source: name for name, source in origin.places.items()}
     if missing := [config_dir for config_dir in config_dirs if config_dir not in by_source]:
         raise InputError(
@@ -65,8 +75,7 @@ def freeze(directory: Path, config_dirs: Sequence[str], write: bool = True) -> F
 
 def find_frozen(directory: Path) -> Path | None:
     """Return the copy of an earlier submission in the directory of a run or a sweep, or of the run's sweep."""
-    parents = (directory, directory.parent) if is_sweep(directory.parent) else (directory,)
-    return next((path.parent for parent in parents for path in (parent / CODE).glob(f"*/{ORIGIN}")), None)
+    return next((path for path in find_copies(directory) if (path / ORIGIN).exists()), None)
 
 
 def _files(origin: Origin) -> Files:
