@@ -10,7 +10,7 @@ def main() -> int:
     """Handle signals, run the command of sys.argv, and return the exit status."""
     from runner.distributed.failures.signals import install_handlers
     from runner.jobs.process_tuning import begin_imports
-    from runner.standard_streams import open_streams
+    from runner.process.standard_streams import open_streams
 
     open_streams()
     install_handlers()  # before torch and the rest are imported

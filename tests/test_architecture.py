@@ -29,10 +29,8 @@ LAYERS = (
     "runner/records",
     "runner/distributed",
     "runner/errors.py",
-    "runner/daemon_thread.py",
-    "runner/process_identity.py",
+    "runner/process",
     "runner/tensor_values.py",
-    "runner/standard_streams.py",
     "runner/shipped.py",
     "runner/paths.py",
 )

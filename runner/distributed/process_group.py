@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import _disable_current_modes
 
-from runner.daemon_thread import call_in_daemon
 from runner.distributed.backend import Backend
 from runner.distributed.environment import IMAGINED, RankInfo
 from runner.distributed.local import exchange
@@ -19,6 +18,7 @@ from runner.distributed.local.local_ranks import LocalRanks
 from runner.distributed.local.sockets import Listener
 from runner.distributed.network import choose_interface, environment_variables
 from runner.distributed.world_store import WorldStore
+from runner.process.daemon_thread import call_in_daemon
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from runner.daemon_thread import call_in_daemon
 from runner.distributed.backend import Backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.failures.signals import exit_with_parent, received, seconds_since_received
@@ -21,6 +20,7 @@ from runner.distributed.store_consensus import REPORT_TIMEOUT_S
 from runner.distributed.world import World
 from runner.distributed.world_store import set_tcp_timeouts
 from runner.errors import InputError, Preempted
+from runner.process.daemon_thread import call_in_daemon
 
 JOIN_TIMEOUT_S = 120.0  # until the configuration is known
 STOP_GRACE_S = 10.0  # for which a rank still looks for the others after a signal

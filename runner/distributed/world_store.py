@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from runner.daemon_thread import call_in_daemon
 from runner.distributed.environment import RankInfo
+from runner.process.daemon_thread import call_in_daemon
 
 T = TypeVar("T")
 RESPONSE_S = 5.0  # for the store to respond

@@ -19,8 +19,8 @@ from runner.distributed.rendezvous import join
 from runner.errors import InputError, JobFailed, Preempted
 from runner.jobs.job import run_job
 from runner.jobs.process_tuning import tune_process
+from runner.process.standard_streams import open_streams
 from runner.records.run_directory import Request
-from runner.standard_streams import open_streams
 
 Outcome = dict[str, float] | BaseException  # the metrics, or what the job has raised
 FAILURE_REPORTED = 75  # exit status of a rank whose failure has been reported; sysexits.h's EX_TEMPFAIL

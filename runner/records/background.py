@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
 
-from runner.daemon_thread import call_in_daemon
+from runner.process.daemon_thread import call_in_daemon
 
 
 class BackgroundThread:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.errors import InputError, print_messages
-from runner.process_identity import machine_id, process_start
+from runner.process.identity import machine_id, process_start
 from runner.records.attempts import KILLED, Attempt, append_attempt, parse_attempt, read_attempts
 from runner.records.run_files import read_mapping, without_links
 

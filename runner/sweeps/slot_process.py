@@ -10,7 +10,7 @@ from runner.config.custom_dirs import add_to_path
 from runner.distributed.environment import RankInfo
 from runner.distributed.failures.signals import install_handlers
 from runner.jobs.process_tuning import begin_imports, tune_process
-from runner.standard_streams import open_streams
+from runner.process.standard_streams import open_streams
 
 
 def main() -> int:

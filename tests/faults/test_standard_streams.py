@@ -9,7 +9,7 @@ import pytest
 from commands import Commands
 from worlds import only_run
 
-from runner.standard_streams import open_streams
+from runner.process.standard_streams import open_streams
 
 SWEEP = ("-m", "model=toy", "data=toy", "max_steps=1", "logger=none", "seed=0,1")
 

@@ -11,7 +11,7 @@ import sys
 import time
 from typing import NamedTuple
 
-from runner.process_identity import machine_id, process_start, process_state
+from runner.process.identity import machine_id, process_start, process_state
 
 STACKS_SIGNAL = signal.SIGUSR2  # writes the stacks of all threads, whatever the process is doing
 _POSITION = struct.Struct("d192s")  # the time on the machine's monotonic clock, and the position; the stacks follow

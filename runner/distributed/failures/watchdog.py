@@ -9,13 +9,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from runner.daemon_thread import call_in_daemon
 from runner.distributed.environment import RankInfo
 from runner.distributed.failures.heartbeat import Heartbeat
 from runner.distributed.failures.hung_ranks import save_stacks
 from runner.distributed.failures.shutdown import Shutdown
 from runner.distributed.local.local_ranks import LocalRanks
 from runner.distributed.world_store import WorldStore
+from runner.process.daemon_thread import call_in_daemon
 
 POLL_S = 0.5
 QUIET_S = 5.0  # the time without a step after which the store is checked for failures
