@@ -21,7 +21,7 @@ from runner.distributed.failures.signals import handling_signals, received
 from runner.distributed.machine import allowed_cores
 from runner.errors import InputError
 from runner.records.ledger import JobRecord
-from runner.records.run_record import RUNNING, find_run
+from runner.records.run_record import NOT_RUN, RUNNING, find_run
 from runner.records.tables import format_number
 from runner.sweeps.sweep import Sweep
 
@@ -147,7 +147,7 @@ def _record_outcome(sweep: Sweep, ended: RunningJob, stopped: bool) -> None:
     stderr, status = ended.stderr.read().decode(errors="replace").strip(), ended.process.returncode
     ended.stderr.close()
     run = find_run(ended.job.directory)
-    if status == 0 and run.state != RUNNING:  # otherwise user code has called os._exit(0)
+    if status == 0 and run.state not in (RUNNING, NOT_RUN):  # otherwise user code has called os._exit(0)
         state = sweep.write_outcome(ended.job, run.metrics)
         text = "  ".join(f"{name} {format_number(value)}" for name, value in run.metrics.items())
     else:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from runner.checkpoints.save_coordination import SaveCoordinator, StoreLost
 from runner.checkpoints.saved_state import LocalState, SavedState
 from runner.checkpoints.shard_file import LocalChunk, write_shard
 from runner.errors import JobFailed
+from runner.records import run_lock
 from runner.records.run_directory import RunDirectory
 
 STATE = TrainState(1, 0, 1, 1)
@@ -116,16 +117,14 @@ def test_another_worlds_files_are_left_alone(tmp_path: Path, local: LocalState) 
 
 
 @pytest.fixture
-def lost(tmp_path: Path) -> RunDirectory:
+def lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunDirectory]:
     """A run directory that another world has taken over."""
-
-    class Lost:
-        def is_lost(self) -> bool:
-            return True
-
+    monkeypatch.setattr(run_lock, "HEARTBEAT_S", 0.01)
     directory = RunDirectory(tmp_path)
-    directory._lock = Lost()  # type: ignore[assignment]
-    return directory
+    directory.lock()
+    (tmp_path / "holder-1.json").unlink()
+    yield directory
+    directory.release()
 
 
 def test_a_lost_run_directory_gets_no_checkpoint(lost: RunDirectory, local: LocalState) -> None:

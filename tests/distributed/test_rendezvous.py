@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,9 +16,10 @@ from ranks import run_ranks
 
 from runner.distributed.backend import Backend
 from runner.distributed.environment import RankInfo, find_rank_info
+from runner.distributed.failures.signals import handling_signals
 from runner.distributed.machine import set_threads
 from runner.distributed.rendezvous import join
-from runner.errors import InputError
+from runner.errors import InputError, Preempted
 
 
 @pytest.mark.thorough
@@ -112,20 +114,28 @@ def test_ranks_are_counted_by_host(
 
 
 @pytest.mark.fault("an unresponsive process listens on MASTER_PORT", outcome="refused")
-def test_unresponsive_listener_is_refused_in_time() -> None:
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_unresponsive_listener_is_refused_in_time_and_a_signal_ends_the_wait(
+    is_stopped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runner.distributed.rendezvous.TRY_S", 0.05)
+    monkeypatch.setattr("runner.distributed.rendezvous.STOP_GRACE_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
 
         def refused(rank: int, world_size: int) -> None:
             rank_info = RankInfo(1, 1, 2, 2, source="test", master_addr="127.0.0.1", master_port=port)
             where = f"could not reach the store at 127.0.0.1:{port} within 2 s .*does not respond.*MASTER_PORT"
-            with pytest.raises(InputError, match=where):
-                join(rank_info, Backend(), timeout_s=2)
+            with handling_signals():
+                if is_stopped:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                with pytest.raises(Preempted if is_stopped else InputError, match="SIGTERM" if is_stopped else where):
+                    join(rank_info, Backend(), timeout_s=100 if is_stopped else 2)
             os._exit(0)
 
         process = multiprocessing.get_context("fork").Process(target=refused, args=(1, 2))
         process.start()
-        process.join(120)
+        process.join(60)
         try:
             assert process.exitcode == 0
         finally:

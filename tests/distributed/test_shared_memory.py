@@ -1,6 +1,7 @@
 """Sums of large tensors in memory that the ranks of one machine share."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,8 @@ from torch import Tensor
 
 from runner.distributed.collectives import sum_over
 from runner.distributed.failures.peer_failure import PeerMissing
-from runner.distributed.local.exchange import exchange_of
 from runner.distributed.local.shared_memory import PIECE
-from runner.distributed.local.sockets import LARGEST
+from runner.distributed.local.sockets import LARGEST, LocalSockets
 from runner.distributed.traffic import CommunicationCounter
 from runner.distributed.world import World
 
@@ -96,26 +96,22 @@ def test_sums_of_different_sizes_are_refused(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("waits", [1, 2, 3])
-def test_missing_rank_ends_the_sum_of_all(waits: int, tmp_path: Path) -> None:
-    """Before one of the waits of a sum of two pieces."""
+@pytest.mark.parametrize("num_sent", [0, 1, 2, 4])
+def test_missing_rank_ends_the_sum_of_all(num_sent: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum has two pieces. For each piece, a rank twice sends a message to each of the two others."""
 
     def act(world: World) -> str:
-        exchange = exchange_of()
-        assert exchange is not None
-        exchange.sum_large(torch.ones(LARGE))
-        assert exchange._memory is not None
-        wait_for_all, count = exchange._memory._wait_for_all, 0
+        world.collectives.sum(torch.ones(LARGE))  # the first one creates the memory
+        send, sent = LocalSockets.send, list[Any]()
 
-        def wait_or_die(num_bytes: int) -> None:
-            nonlocal count
-            count += 1
-            if world.rank == 1 and count == waits:
-                exchange._sockets.close()
+        def send_or_die(self: LocalSockets, *message: Any) -> None:
+            if world.rank == 1 and len(sent) == num_sent:
+                self.close()
                 raise InterruptedError
-            wait_for_all(num_bytes)
+            sent.append(message)
+            send(self, *message)
 
-        exchange._memory._wait_for_all = wait_or_die
+        monkeypatch.setattr(LocalSockets, "send", send_or_die)
         with pytest.raises((PeerMissing, InterruptedError)) as caught:
             world.collectives.sum(torch.ones(PIECE // 2))
         return str(caught.value)

@@ -1,15 +1,11 @@
-"""Signals: counted Ctrl-C, the terminal after SIGHUP, and signals while a rank connects."""
+"""Signals: counted Ctrl-C, and the terminal after SIGHUP."""
 
 import os
 import signal
-import time
 
 import pytest
-import torch.distributed as dist
 
-from runner.distributed import rendezvous
 from runner.distributed.failures import signals
-from runner.errors import Preempted
 
 
 def test_only_own_handlers_count_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,17 +41,3 @@ def test_embedded_run_keeps_the_callers_terminal(monkeypatch: pytest.MonkeyPatch
     finally:
         signal.signal(signal.SIGHUP, before)
     assert dropped == []
-
-
-def test_signal_interrupts_a_connection_to_an_unresponsive_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "TRY_S", 0.01)
-    monkeypatch.setattr(rendezvous, "STOP_GRACE_S", 0.05)
-    monkeypatch.setattr(rendezvous, "received", lambda: "SIGTERM")
-    monkeypatch.setattr(rendezvous, "seconds_since_received", lambda: 100.0)
-
-    def connect() -> dist.Store:
-        time.sleep(3)
-        return dist.HashStore()
-
-    with pytest.raises(Preempted):
-        rendezvous._connect_before(time.monotonic() + 300, connect)

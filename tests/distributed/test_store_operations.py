@@ -120,5 +120,4 @@ def test_store_operations_do_not_grow_with_the_world(tmp_path: Path, monkeypatch
     counts = {n: until_first_step(tmp_path / str(n), n, monkeypatch) for n in (2, 4, 8)}
     for of_ranks in counts.values():
         assert of_ranks == [counts[2][0]] + [counts[2][1]] * (len(of_ranks) - 1), counts
-    (first, group), (other, _) = counts[2]
-    assert 20 < other < first < 80 and group == 2, counts  # of a few topics, a few each
+    assert all(min(of_rank) > 0 for of_rank in counts[2]), counts  # both kinds of operations were counted

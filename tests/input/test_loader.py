@@ -1,6 +1,7 @@
 """Batches of a loader, reading ahead, and failures of workers."""
 
 import itertools
+import multiprocessing
 import os
 import signal
 import sys
@@ -142,7 +143,7 @@ def test_a_killed_worker_is_named() -> None:
     try:
         steps = loader.steps(epoch=0)
         next(steps)
-        worker = loader._loader._iterator._workers[1]  # type: ignore[union-attr]
+        worker, _ = multiprocessing.active_children()
         with pytest.raises(RuntimeError, match=rf"DataLoader worker \(pid(\(s\))? {worker.pid}\) (is killed|exited)"):
             os.kill(worker.pid, signal.SIGKILL)
             worker.join(60)
@@ -195,7 +196,7 @@ def test_lost_connection_to_an_exited_worker_names_the_worker() -> None:
     loader = make(Sampler(NUM_SAMPLES, batch_size=1), num_workers=1)
     try:
         next(loader.steps(epoch=0))
-        (worker,) = loader._loader._iterator._workers  # type: ignore[union-attr]
+        (worker,) = multiprocessing.active_children()
 
         class Batches:
             """As the iterator of DataLoader, if the worker exits while a tensor is received from it."""
