@@ -204,15 +204,15 @@ def _check_rule(key: str, value: Any, rule: Rule) -> str | None:
     return f"{key}={value} must be {'finite' if value == math.inf else f'at least {rule.least}'}"
 
 
-def check_batch(config: Config, parallel_micro_batches: int = 1) -> list[str]:
+def check_batch(batch_size: int, micro_batches: int | str, parallel_micro_batches: int) -> list[str]:
     """Check that each micro-batch of a full step has a sample on some rank; a mode may split them further."""
     # The search for micro_batches=auto starts with one micro-batch.
-    factors = {"micro_batches": 1 if config.micro_batches == AUTO else config.micro_batches}
+    factors = {"micro_batches": 1 if micro_batches == AUTO else int(micro_batches)}
     if parallel_micro_batches > 1:
         factors["parallel.micro_batches"] = parallel_micro_batches
     least = math.prod(factors.values())
-    if config.batch_size >= least:
+    if batch_size >= least:
         return []
     counts = f" = {' x '.join(map(str, factors.values()))}" if len(factors) > 1 else ""
     least_of = f"{' x '.join(factors)}{counts} = {least}"
-    return [f"batch_size={config.batch_size} must be at least {least_of}; try batch_size={least}"]
+    return [f"batch_size={batch_size} must be at least {least_of}; try batch_size={least}"]

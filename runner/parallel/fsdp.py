@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from runner.config.schema import Config
 from runner.distributed.process_group import make_mesh
 from runner.distributed.sync_batch_norm import is_batch_norm
 from runner.distributed.world import World
@@ -23,6 +22,7 @@ from runner.parallel.loss_groups import prepare_loss_groups
 from runner.parallel.parameter_update import sum_gradients
 from runner.parallel.replica import Replica
 from runner.training.mode import Axes, Parallel, ParallelModel, Recipe, check_divides
+from runner.training.model.activation_checkpointing import Extent
 from runner.training.model.submodules import called_modules, divided, offered, stages_or_children, whole_modules
 from runner.training.refusal import Refusal
 
@@ -61,7 +61,7 @@ class FSDP(Parallel):
         check_divides("parallel.replicate", self.replicate, world_size)
         return Axes(replicate=self.replicate, shard=world_size // self.replicate)
 
-    def check(self, config: Config, module: nn.Module) -> list[str]:
+    def check(self, module: nn.Module, activation_checkpointing: Extent) -> list[str]:
         return check_sparse(module)
 
     def prepare(self, recipe: Recipe, world: World) -> ParallelModel:

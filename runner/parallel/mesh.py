@@ -6,7 +6,6 @@ from typing import Literal, Self
 
 from torch import nn
 
-from runner.config.schema import Config
 from runner.distributed.process_group import make_mesh
 from runner.distributed.world import World
 from runner.parallel.allreduce import AllReduce
@@ -15,6 +14,7 @@ from runner.parallel.pipeline import Pipeline, Schedule, trainable_units
 from runner.parallel.pipeline_replica import find_ties
 from runner.parallel.tp import TP, check_layers, prepare_layers
 from runner.training.mode import Axes, Parallel, ParallelModel, Recipe, check_divides
+from runner.training.model.activation_checkpointing import Extent
 
 
 class Mesh(Parallel):
@@ -83,12 +83,12 @@ class Mesh(Parallel):
         of_layers = [each.of_axis("parallel=tp", f"parallel.tensor={axes.tensor}") for each in TP.refusals]
         self.refusals = (*(of_stages if axes.stage > 1 else ()), *(of_layers if axes.tensor > 1 else ()))
 
-    def check(self, config: Config, module: nn.Module) -> list[str]:
+    def check(self, module: nn.Module, activation_checkpointing: Extent) -> list[str]:
         axes, messages = self.resolved_axes, list[str]()
         if axes.stage > 1:
-            messages += self.pipeline.check(config, module)
+            messages += self.pipeline.check(module, activation_checkpointing)
         if axes.tensor > 1:
-            messages += check_layers(config, module, f"parallel.tensor={axes.tensor}", axes)
+            messages += check_layers(module, f"parallel.tensor={axes.tensor}", axes, activation_checkpointing)
         if axes.shard > 1:
             messages += check_sparse(module)
             if axes.stage > 1 and self.pipeline.virtual_stages > 1 and not messages:

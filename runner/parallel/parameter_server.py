@@ -11,7 +11,6 @@ from torch._utils import _unflatten_dense_tensors
 
 from runner.checkpoints.extra_state import copy_extra_state, with_extra_state
 from runner.checkpoints.saved_state import LocalState, SavedState
-from runner.config.schema import Config
 from runner.distributed.sync_batch_norm import has_batch_norm, use_group
 from runner.distributed.world import World
 from runner.errors import JobFailed
@@ -24,6 +23,7 @@ from runner.parallel.parameter_server_rpc import Server, join_rpc, request
 from runner.parallel.parameter_update import flatten_gradients, weight_factor
 from runner.parallel.replica import Replica
 from runner.training.mode import Axes, Parallel, ParallelModel, Recipe
+from runner.training.model.activation_checkpointing import Extent
 from runner.training.model.submodules import attached_loss
 from runner.training.refusal import Refusal
 
@@ -93,7 +93,7 @@ class ParameterServer(Parallel):
             )
         return Axes(replicate=world_size - 1, servers=1)
 
-    def check(self, config: Config, module: nn.Module) -> list[str]:
+    def check(self, module: nn.Module, activation_checkpointing: Extent) -> list[str]:
         messages = []
         if self.is_remote and has_batch_norm(module):
             messages.append("parallel.forward=remote: BatchNorm would see only one trainer's samples")

@@ -15,7 +15,6 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.utils.flop_counter import FlopCounterMode
 
-from runner.config.schema import Config
 from runner.distributed.process_group import make_mesh
 from runner.distributed.sync_batch_norm import use_group
 from runner.distributed.world import World
@@ -32,6 +31,7 @@ from runner.parallel.pipeline_replica import (
 )
 from runner.parallel.tp import shard_layers
 from runner.training.mode import Axes, Parallel, Recipe, check_divides
+from runner.training.model.activation_checkpointing import Extent
 from runner.training.model.deferred_init import probe
 from runner.training.model.submodules import attached_loss, offered
 from runner.training.refusal import Refusal
@@ -140,7 +140,7 @@ class Pipeline(Parallel):
             )
         return None
 
-    def check(self, config: Config, module: nn.Module) -> list[str]:
+    def check(self, module: nn.Module, activation_checkpointing: Extent) -> list[str]:
         if not offered(module, "stages"):
             return [f"{self.mode} needs a model that offers its stages(); try model=convnet or model=mlp"]
         messages = []

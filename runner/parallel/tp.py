@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.modules.dropout import _DropoutNd
 
-from runner.config.schema import Config
 from runner.distributed.process_group import make_mesh
 from runner.distributed.sync_batch_norm import use_group
 from runner.distributed.world import World
@@ -50,8 +49,8 @@ class TP(Parallel):
             raise ValueError(f"parallel.rest=fsdp has no effect, because parallel.tensor={tensor} uses all ranks")
         return Axes(replicate=rest, tensor=tensor) if self.rest == "average" else Axes(shard=rest, tensor=tensor)
 
-    def check(self, config: Config, module: nn.Module) -> list[str]:
-        messages = check_layers(config, module, "parallel=tp", self.resolved_axes)
+    def check(self, module: nn.Module, activation_checkpointing: Extent) -> list[str]:
+        messages = check_layers(module, "parallel=tp", self.resolved_axes, activation_checkpointing)
         return messages or (check_sparse(module) if self.rest == "fsdp" else [])
 
     def prepare(self, recipe: Recipe, world: World) -> Replica:
@@ -91,14 +90,14 @@ def _materialize(parts: Iterable[nn.Module], recipe: Recipe) -> None:
                 module._parameters[key] = nn.Parameter(weight, meta.requires_grad)
 
 
-def check_layers(config: Config, module: nn.Module, mode: str, axes: Axes) -> list[str]:
+def check_layers(module: nn.Module, mode: str, axes: Axes, activation_checkpointing: Extent) -> list[str]:
     """Return a message if the model's layers cannot be sharded along the axis tensor. mode: as in a message."""
     if not offered(module, "tensor_plan"):
         return [f"{mode} needs a model with tensor_plan(); try parallel=fsdp"]
     plan: Plan = module.tensor_plan()  # type: ignore[operator]
     if messages := _check_plan(module, plan, axes.tensor, axes.size):
         return messages
-    return _check_blocks(module, plan, config.activation_checkpointing)
+    return _check_blocks(module, plan, activation_checkpointing)
 
 
 def _check_plan(module: nn.Module, plan: Plan, tensor: int, world_size: int) -> list[str]:

@@ -3,13 +3,13 @@
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from runner.config.schema import Config
 from runner.distributed.world import World
 from runner.objectives.objective import LossGroup
 from runner.parallel.ddp import bucket_options, wrap
 from runner.parallel.loss_groups import prepare_loss_groups
 from runner.parallel.replica import Replica
 from runner.training.mode import Parallel, ParallelModel, Recipe
+from runner.training.model.activation_checkpointing import Extent
 
 
 class Zero(Parallel):
@@ -24,7 +24,7 @@ class Zero(Parallel):
         self.find_unused_parameters = find_unused_parameters
         self.needs_all_gradients = not find_unused_parameters
 
-    def check(self, config: Config, module: nn.Module) -> list[str]:
+    def check(self, module: nn.Module, activation_checkpointing: Extent) -> list[str]:
         """Refuse parameters of several dtypes, which ZeroRedundancyOptimizer cannot combine."""
         dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in module.parameters() if p.requires_grad})
         if len(dtypes) > 1:

@@ -193,7 +193,7 @@ class Assembly:
             check_extra_state(choices, self._module)
             found.state.refuse(choices, self._module, self.parallel, self.axes)
             self.warnings += found.state.warnings(choices, objective)
-        if messages := self.parallel.check(config, self._module):
+        if messages := self.parallel.check(self._module, config.activation_checkpointing):
             raise InputError(*messages)
         if self._trains and found.draws.recomputes and not self.parallel.can_recompute:
             raise InputError(

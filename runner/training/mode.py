@@ -4,12 +4,14 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Literal, Protocol, Self
 
 import torch
 from torch import nn
 
 from runner.checkpoints.saved_state import LocalState, SavedState
+from runner.config.diagnostics.type_hints import show
 from runner.config.schema import Config
 from runner.config.validate import check_batch
 from runner.distributed.world import World
@@ -18,7 +20,8 @@ from runner.input.batch import MicroBatch, StepBatch
 from runner.objectives.objective import Objective, Prediction
 from runner.optimization.precision import Precision
 from runner.training.draws.following import Draws
-from runner.training.refusal import Refusal, find_refused
+from runner.training.model.activation_checkpointing import Extent
+from runner.training.refusal import Refusal
 
 
 @dataclass(frozen=True)
@@ -168,8 +171,11 @@ class Parallel(ABC):
         mode.resolved_axes = self.axes(world_size)
         return mode
 
-    def check(self, config: Config, module: nn.Module) -> list[str]:
-        """Return a message for each option that does not work in this mode with this model; see also `refusals`."""
+    def check(self, module: nn.Module, activation_checkpointing: Extent) -> list[str]:
+        """Return a message for each reason why this mode does not work with this model; see also `refusals`.
+
+        activation_checkpointing: The value of this key; the blocks are not yet recomputed.
+        """
         return []
 
     def fit(self, module: nn.Module) -> Self:
@@ -192,7 +198,14 @@ def resolve(parallel: Parallel, config: Config, world_size: int) -> Parallel:
     """
     with as_input_error():
         mode = parallel.at(world_size)
-    if messages := find_refused(mode.refusals, config) + check_batch(config, mode.resolved_axes.micro_batches):
+    refused = [
+        refusal.message(show(value))
+        for refusal in mode.refusals
+        if refusal.applies(value := attrgetter(refusal.key)(config), config.parallel)
+    ]
+    messages = [*dict.fromkeys(refused)]  # two axes of a mesh may refuse the same
+    messages += check_batch(config.batch_size, config.micro_batches, mode.resolved_axes.micro_batches)
+    if messages:
         raise InputError(*messages)
     return mode
 

@@ -1,11 +1,10 @@
 """The options that a mode refuses, stated as data: messages, --help and docs/refused_options.md are written from it."""
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from operator import attrgetter
+from typing import Any
 
 from runner.config.diagnostics.type_hints import show
-from runner.config.schema import Config
 
 
 @dataclass(frozen=True)
@@ -30,12 +29,11 @@ class Refusal:
         """Return this refusal for a mesh, whose messages name an axis instead of the mode."""
         return replace(self, reason=self.reason.replace(mode, axis))
 
-    def applies(self, config: Config) -> bool:
-        """Return True if this configuration is refused."""
+    def applies(self, value: object, options: Mapping[str, Any]) -> bool:
+        """Return True if this value of the key is refused, with these options of the mode."""
         option, _, chosen = self.given.partition("=")
-        if option and show(config.parallel.get(option)) != chosen:
+        if option and show(options.get(option)) != chosen:
             return False
-        value = attrgetter(self.key)(config)
         return value in self.values if self.values else value not in (None, False, "none")
 
     def message(self, value: str) -> str:
@@ -46,9 +44,3 @@ class Refusal:
     def describe(self) -> str:
         """Return the message for all refused values."""
         return self.message(" or ".join(map(show, self.values)) or "VALUE")
-
-
-def find_refused(refusals: Iterable[Refusal], config: Config) -> list[str]:
-    """Return a message for each refusal that applies to the configuration."""
-    messages = [each.message(show(attrgetter(each.key)(config))) for each in refusals if each.applies(config)]
-    return list(dict.fromkeys(messages))

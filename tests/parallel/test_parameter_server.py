@@ -154,10 +154,9 @@ def test_the_command_exits_cleanly(commands: Commands) -> None:
 
 
 def test_unsuitable_models_and_worlds_are_refused() -> None:
-    config, _ = configure()
-    (message,) = ParameterServer(forward="remote").check(config, torch.nn.BatchNorm1d(3))
+    (message,) = ParameterServer(forward="remote").check(torch.nn.BatchNorm1d(3), "none")
     assert message.startswith("parallel.forward=remote: BatchNorm would see")
-    assert not ParameterServer().check(config, torch.nn.BatchNorm1d(3))
+    assert not ParameterServer().check(torch.nn.BatchNorm1d(3), "none")
     with pytest.raises(ValueError, match="parallel=ps needs at least 2 ranks, a server and a trainer, but the world"):
         ParameterServer().axes(1)
 

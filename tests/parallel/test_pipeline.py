@@ -8,7 +8,7 @@ import pytest
 import torch
 from parity import assert_equal
 from torch import nn
-from worlds import Run, build_experiment, configure, run
+from worlds import Run, build_experiment, run
 
 from runner.errors import InputError
 from runner.parallel.pipeline import Pipeline, Schedule, num_operations, num_parameters, partition, trainable_units
@@ -125,8 +125,7 @@ def deep(num_stages: int, **attributes: Any) -> nn.Module:
     ],
 )
 def test_unsuitable_models_are_refused(module: nn.Module, message: str) -> None:
-    config, _ = configure("parallel=pipeline")
-    (refusal,) = Pipeline().check(config, module)
+    (refusal,) = Pipeline().check(module, "none")
     assert message in refusal
 
 
@@ -156,16 +155,15 @@ def test_invalid_options_and_numbers_of_stages_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         mode = Pipeline(**options).at(world_size)
-        assert mode.check(configure("parallel=pipeline")[0], deep(num_stages)) == []
+        assert mode.check(deep(num_stages), "none") == []
         mode.fit(deep(num_stages))
 
 
 def test_null_stages_are_as_many_as_fit() -> None:
-    config, _ = configure("parallel=pipeline")
     for num_stages, schedule, expected in ((8, "GPipe", 4), (3, "GPipe", 2), (1, "GPipe", 1), (5, "LoopedBFS", 2)):
         mode = Pipeline(schedule=schedule).at(4)  # type: ignore[arg-type]
         assert mode.resolved_axes.stage == 4  # the model is unknown
-        assert mode.check(config, deep(num_stages)) == []
+        assert mode.check(deep(num_stages), "none") == []
         axes = mode.fit(deep(num_stages)).resolved_axes
         assert (axes.stage, axes.replicate) == (expected, 4 // expected)
         assert axes.size == 4 and axes.micro_batches == 4

@@ -1,8 +1,10 @@
 """The options that a mode refuses: one statement for the message, --help and the docs."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import torch
 from refusal_table import refusal_page
 from worlds import configure
 
@@ -74,6 +76,15 @@ def test_refused_options_are_reported_before_processes_start(overrides: tuple[st
 def test_an_option_is_refused_only_with_the_values_and_mode_options_of_the_refusal(overrides: tuple[str, ...]) -> None:
     config, request = configure(*overrides)
     resolve(make_parallel(config.parallel, request.command.choices), config, 2)
+
+
+@pytest.mark.parametrize("num_gpus", [0, 1, 2])
+def test_dp_refuses_synchronized_batchnorm_only_on_several_gpus(num_gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    config, request = configure("parallel=dp", "sync_batchnorm=true")
+    mode: Parallel = make_parallel(config.parallel, request.command.choices)
+    with pytest.raises(InputError, match=r"^sync_batchnorm=true: parallel=dp") if num_gpus > 1 else nullcontext():
+        resolve(mode, config, 1)
 
 
 def test_help_and_docs_list_the_refused_options() -> None:

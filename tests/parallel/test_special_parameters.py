@@ -195,10 +195,9 @@ def test_a_constructor_may_load_files(case: Case, tmp_path: Path) -> None:
 
 
 def test_unsuitable_models_are_refused() -> None:
-    config, _ = configure(*of_model("Tied"))
     module = custom_models.Tied([10], 5)
     module.tensor_plan = lambda: {"first": "rowwise"}
-    (message,) = TP(tensor=2).at(2).check(config, module)
+    (message,) = TP(tensor=2).at(2).check(module, "none")
     assert message.startswith("the model's tensor_plan() shards first, which would untie first.weight and last.weight")
     with pytest.raises(InputError, match=r"parallel.stages=2 x 1 per rank must be at most 1"):
         build_experiment(*of_model("Backbone"), "parallel=pipeline", "parallel.stages=2", world_size=2)

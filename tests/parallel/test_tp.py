@@ -8,7 +8,7 @@ from parity import COMMON, assert_equal
 from runner.shipped.models.toy import Toy
 from runner.shipped.models.transformer import Transformer
 from torch import nn
-from worlds import Run, configure, run
+from worlds import Run, run
 
 from runner.parallel.tp import TP
 
@@ -36,9 +36,9 @@ def test_invalid_options_and_unsuitable_models_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^parallel.tensor=0 must divide the world of 4 ranks; try 1 or 2$"):
         TP(tensor=0).axes(4)
 
-    def refusal(tensor: int, module: nn.Module, *overrides: str) -> str:
+    def refusal(tensor: int, module: nn.Module) -> str:
         mode = TP(tensor=tensor).at(4)
-        return "".join(mode.check(configure(*overrides)[0], module))
+        return "".join(mode.check(module, "none"))
 
     assert "must divide the 10 outputs of hidden; try parallel.tensor=2" in refusal(4, Toy((10,), 5))
     assert not refusal(2, Toy((10,), 5))
