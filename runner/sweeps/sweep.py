@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, read_write
 
 from runner.config.custom_dirs import add_to_path
 from runner.config.pointers import pointer_to
@@ -108,7 +108,7 @@ class Sweep:
 
         self.directory, planned = self.broadcast("sweep", plan)
         self.jobs = [job_of(line, Path(str(self.directory))) for line in planned]
-        with open_dict(master):  # Hydra's launchers create the directory that these two keys name
+        with read_write(master.hydra):  # Hydra's launchers create the directory that these two keys name
             master.hydra.overrides.hydra += [
                 pointer_to(Path(str(self.directory)), "hydra.sweep.dir"),
                 "hydra.sweep.subdir=.",

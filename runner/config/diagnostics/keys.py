@@ -28,7 +28,7 @@ def key_problem(cfg: DictConfig, override: Override, groups: Collection[str]) ->
         ConfigLoaderImpl._apply_overrides_to_config([override], cfg)
     except ConfigCompositionException as error:
         cause = error.__cause__ or error
-        is_missing = isinstance(cause, (ConfigAttributeError, ConfigKeyError))
+        is_missing = isinstance(cause, (ConfigAttributeError, ConfigKeyError, InterpolationKeyError))
         if not is_absent and not is_missing:
             return one_line(cause)
         missing = str(getattr(cause, "full_key", key)) if text.startswith("{") else key
