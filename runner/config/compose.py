@@ -1,5 +1,6 @@
 """Composition of the overrides into one configuration, which is resolved, typed and checked."""
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -34,12 +35,12 @@ def prepared_hydra(config_dirs: Sequence[str]) -> Iterator[None]:
 
     for plugin in (CustomDirSource, CustomDirs):
         plugins.register(plugin)
-    with (
-        _isolated_hydra(),
-        on_search_path(config_dirs),
-        initialize_config_dir(str(CONF), job_name="runner", version_base="1.3"),
-    ):
-        yield
+    with _isolated_hydra(), on_search_path(config_dirs):
+        with warnings.catch_warnings():  # Hydra 1.3 needs version_base, which Hydra 1.4 warns about
+            warnings.filterwarnings("ignore", "The version_base parameter is deprecated")
+            initialized = initialize_config_dir(str(CONF), job_name="runner", version_base="1.3")
+        with initialized:
+            yield
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import InstantiationException
 from omegaconf import OmegaConf
 
 from runner.config.compose import compose
@@ -56,13 +55,16 @@ def run_sweep(arguments: Arguments, rank_info: RankInfo, command: Sequence[str])
         if sweep.is_new and not (is_sweep(path) and any(job.num_starts for job in read_ledger(path))):
             shutil.rmtree(path)
         raise
-    except InstantiationException as error:  # in the sweeper or Hydra's launcher; one in a job fails only that job
-        key = str(error).rpartition("full_key: ")[2].strip()
-        raise InputError(f"{key}: {error.__cause__ or error}".splitlines()[0]) from None
     except SystemExit as error:
         if error.code != STOPPED:
             raise
         raise Preempted(f"{sweep.directory} was stopped", str(sweep.directory)) from None
+    except Exception as error:
+        # Hydra 1.3 names the node that it cannot instantiate in its own exception, Hydra 1.4 in a note of the cause.
+        key = "\n".join([str(error), *getattr(error, "__notes__", ())]).rpartition("full_key: ")[2].strip()
+        if key not in ("hydra.sweeper", "hydra.launcher"):
+            raise
+        raise InputError(f"{key}: {error.__cause__ or error}".splitlines()[0]) from None
     finally:
         if sweep.directory is not None:
             unlock_sweep(Path(sweep.directory))
