@@ -4,7 +4,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ TARGET = "_target_"  # a group with this key has an optimizer of its own
 NEED_WHOLE_MATRICES = (torch.optim.Adafactor, torch.optim.Muon)
 
 Options = dict[str, Any]  # of a parameter group of torch, without its parameters
+T = TypeVar("T", bound=torch.Tensor)
 
 
 def try_options(node: Mapping[str, Any], choices: Mapping[str, str]) -> list[Options]:
@@ -232,11 +233,11 @@ def _label(index: int, group: Mapping[str, Any]) -> str:
     return f"{index}: {group['match']} ({settings})"
 
 
-def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Group the parameters by device mesh, because one foreach operator cannot combine meshes."""
-    groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+def by_mesh(tensors: Iterable[T]) -> list[list[T]]:
+    """Group the tensors by device mesh, because one foreach operator cannot combine meshes."""
+    groups: dict[DeviceMesh | None, list[T]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
     return list(groups.values())
 
 

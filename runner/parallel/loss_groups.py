@@ -28,6 +28,7 @@ class AlternatingModel:
         # All models have the same module, so that the first one can serve the methods that use only the module.
         self.predict, self.weights, self.load_weights = first.predict, first.weights, first.load_weights
         self.local_parameters, self.parameters_written = first.local_parameters, first.parameters_written
+        self.norm = first.norm
 
     @property
     def learning_rate(self) -> float:

@@ -14,12 +14,9 @@ from runner.parallel.optimizer_state import as_local_part_of
 from runner.tensor_values import has_values
 
 
-def norm_over_meshes(tensors: Mapping[nn.Parameter, Tensor]) -> Tensor:
-    """Return the norm of all tensors together, (), whole ones and shards. All ranks that share a mesh must call it.
-
-    tensors: by parameter, such as the gradients, or the parameters themselves.
-    """
-    norms = [torch.nn.utils.get_total_norm([tensors[p] for p in group]) for group in by_mesh(tensors)]
+def norm_over_meshes(tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return the norm of all tensors together, (), whole ones and shards. All ranks that share a mesh must call it."""
+    norms = [torch.nn.utils.get_total_norm(group) for group in by_mesh(tensors.values())]
     return torch.linalg.vector_norm(torch.stack([*map(whole, norms)])) if norms else torch.zeros(())
 
 
@@ -29,17 +26,21 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 class ParameterUpdate:
-    """An optimizer step with the scheduled learning rate, gradient clipping and the gradient scaler."""
+    """An optimizer step with the scheduled learning rate, gradient clipping and the gradient scaler.
+
+    `norm_of` returns the norm over the whole model, given this rank's gradients by the names of the parameters.
+    """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        parameters: Iterable[nn.Parameter],
+        parameters: Mapping[str, nn.Parameter],
         precision: Precision,
         clip_grad_norm: float | None = None,
+        norm_of: Callable[[Mapping[str, Tensor]], Tensor] = norm_over_meshes,
     ):
-        self._optimizer, self._parameters = optimizer, list(parameters)
-        self._precision, self._clip_grad_norm = precision, clip_grad_norm
+        self._optimizer, self._parameters, self._precision = optimizer, parameters, precision
+        self._clip_grad_norm, self._norm_of = clip_grad_norm, norm_of
         self._base_lrs = [group["lr"] for group in optimizer.param_groups]
 
     @property
@@ -52,26 +53,18 @@ class ParameterUpdate:
         for group, lr in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
             group["lr"] = lr * factor
 
-    def step(
-        self,
-        lr_factor: float,
-        want_norm: bool,
-        norm_of: Callable[[Mapping[nn.Parameter, Tensor]], Tensor] = norm_over_meshes,
-    ) -> float | None:
-        """Update the parameters. Return the norm of the gradients before clipping, if requested.
-
-        norm_of: returns the norm of the gradients of these parameters over the whole model.
-        """
+    def step(self, lr_factor: float, want_norm: bool) -> float | None:
+        """Update the parameters. Return the norm of the gradients before clipping, if requested."""
         self.set_learning_rate(lr_factor)
         scaler = self._precision.scaler
         scaler.unscale_(self._optimizer)
         norm = None
         if want_norm or self._clip_grad_norm is not None:
-            gradients = {parameter: parameter.grad for parameter in self._parameters if parameter.grad is not None}
-            norm = norm_of(gradients)
+            gradients = {name: each.grad for name, each in self._parameters.items() if each.grad is not None}
+            norm = self._norm_of(gradients)
         if self._clip_grad_norm is not None:
             assert norm is not None
-            for parameters in by_mesh(gradients):
+            for parameters in by_mesh([self._parameters[name] for name in gradients]):
                 torch.nn.utils.clip_grads_with_norm_(parameters, self._clip_grad_norm, norm)
         for group in self._optimizer.param_groups:
             if group.get("fused"):

@@ -178,7 +178,7 @@ class TiedParameters:
     def tie(self) -> None:
         """Tie the parameters. Must be called again after this rank's stages were sharded, which replaces parameters."""
         self._shared: dict[tuple[int, ...], list[nn.Parameter]] = {}
-        self.on_lower_ranks: set[torch.Tensor] = set()  # this rank's copies of parameters that a lower rank has too
+        self.on_lower_ranks: set[nn.Parameter] = set()  # this rank's copies of parameters that a lower rank has too
         for (_, ranks), slots in zip(self._ties, self._slots, strict=True):
             copy = slots[0][0][slots[0][1]]
             for parameters, key in slots:
@@ -325,8 +325,9 @@ class PipelineReplica(Replica):
         # torch 2.11 checks the dtype, and the loss of no samples has another dtype.
         return (local_loss * self._loss_scale).to(self.precision.parameter_dtype)
 
-    def norm(self, tensors: Mapping[nn.Parameter, torch.Tensor]) -> torch.Tensor:
-        counted = {parameter: tensors[parameter] for parameter in tensors if parameter not in self._tied.on_lower_ranks}
+    def norm(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        on_lower_ranks = {self._names[parameter] for parameter in self._tied.on_lower_ranks}
+        counted = {name: tensor for name, tensor in tensors.items() if name not in on_lower_ranks}
         squares = norm_over_meshes(counted).to(self.device) ** 2
         sum_over(self._pipeline, squares)
         return squares.sqrt()

@@ -72,13 +72,14 @@ class Replica:
             (loss_group,) = loss_groups(recipe.objective, recipe.module)
         self.loss_group = loss_group
         self._loss_number = [*recipe.objective.losses].index(loss_group.name)
-        self.update = ParameterUpdate(optimizer, loss_group.parameters, recipe.precision, recipe.clip_grad_norm)
         self._sum_over = sum_over
         self._wrapper, self._evaluation_wrapper = wrapper or self._call, evaluation_wrapper or self._call
         self._loss_scale, self._without_sync, self._reduce = loss_scale, without_sync, reduce
         self._duplicates, self._after_write, self._local_optimizer = duplicates, after_write, local_optimizer
         # Read before the first step: parameters that FSDP gathers later have the names of its submodules.
         self._names = {parameter: names[0] for parameter, names in names_of([*self.module.named_parameters()]).items()}
+        trained = {self._names[parameter]: parameter for parameter in loss_group.parameters}
+        self.update = ParameterUpdate(optimizer, trained, recipe.precision, recipe.clip_grad_norm, self.norm)
 
     @property
     def steppers(self) -> Mapping[str, Stepper]:
@@ -157,18 +158,14 @@ class Replica:
         local = [local_part(p.grad) for p in self.loss_group.parameters if p.grad is not None]
         return [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in local]
 
-    def norm(self, tensors: Mapping[nn.Parameter, torch.Tensor]) -> torch.Tensor:
-        """Return the norm over the whole model, (), given this rank's parts of tensors. All ranks must call it.
-
-        tensors: by parameter, such as the gradients, or the parameters themselves.
-        """
+    def norm(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return norm_over_meshes(tensors)
 
     def skip(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
     def step(self, lr_factor: float, want_norm: bool) -> float | None:
-        return self.update.step(lr_factor, want_norm, self.norm)
+        return self.update.step(lr_factor, want_norm)
 
     @property
     def learning_rate(self) -> float:

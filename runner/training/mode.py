@@ -119,6 +119,12 @@ class ParallelModel(Protocol):
         The caller may write them in place, and must then call `parameters_written` on all ranks.
         """
 
+    def norm(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the norm over the whole model, (), of tensors that have the names of `local_parameters`.
+
+        tensors: this rank's parts, such as the parameters themselves. All ranks must call it.
+        """
+
     def parameters_written(self) -> None:
         """Drop everything that was computed from the old values of the parameters. All ranks must call it."""
 

@@ -32,7 +32,7 @@ def parameters(*gradients: Iterable[float] | None) -> list[nn.Parameter]:
 
 def test_a_step_follows_the_schedule_and_returns_the_norm() -> None:
     own = parameters((3.0, 0.0), (0.0, 4.0), None)
-    update = ParameterUpdate(torch.optim.SGD(own, lr=0.5), own, FP32)
+    update = ParameterUpdate(torch.optim.SGD(own, lr=0.5), dict(zip("abc", own, strict=True)), FP32)
     assert update.step(lr_factor=0.2, want_norm=True) == pytest.approx(5.0)
     assert update.learning_rate == pytest.approx(0.1)
     assert [p.tolist() for p in own] == [pytest.approx([-0.3, 0]), pytest.approx([0, -0.4]), [0, 0]]
@@ -42,7 +42,8 @@ def test_a_step_follows_the_schedule_and_returns_the_norm() -> None:
 
 def test_a_gradient_is_clipped_by_the_norm_of_the_whole() -> None:
     own = parameters((3.0, 0.0), (0.0, 4.0))
-    update = ParameterUpdate(torch.optim.SGD(own, lr=1.0), own, FP32, clip_grad_norm=1.0)
+    named = dict(zip("ab", own, strict=True))
+    update = ParameterUpdate(torch.optim.SGD(own, lr=1.0), named, FP32, clip_grad_norm=1.0)
     assert update.step(1.0, want_norm=True) == pytest.approx(5.0)  # before clipping
     assert torch.stack([p.detach() for p in own]).norm().item() == pytest.approx(1.0, rel=1e-4)
 
@@ -108,7 +109,7 @@ def test_the_gradient_scaler_is_updated_after_each_step() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
     precision = Precision("fp32", torch.device("cpu"))
     precision.scaler = scaler
-    update = ParameterUpdate(torch.optim.SGD([parameter], lr=1.0), [parameter], precision)
+    update = ParameterUpdate(torch.optim.SGD([parameter], lr=1.0), {"weight": parameter}, precision)
     scaler.scale(parameter.sum()).backward()
     assert update.step(1.0, want_norm=True) == pytest.approx(2**0.5)  # of the gradient without the scale
     assert scaler.get_scale() == 8.0 and parameter.tolist() == [0.0, 0.0]
