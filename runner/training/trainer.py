@@ -95,6 +95,8 @@ class Trainer:
                     metrics |= self._evaluate()
                     if self.stopped:
                         return metrics
+                elif self.callbacks.may_stop_after_steps and self._callbacks_stop():
+                    return metrics | self._evaluate()
             if self.state.step < self.num_steps:
                 self.callbacks.call("after_epoch", Progress(self.state))
                 self.meter.pause()
@@ -186,7 +188,7 @@ class Trainer:
 
     def _callbacks_stop(self) -> bool:
         """Return True if a callback of any rank stops the run here. All ranks must call it."""
-        if self.callbacks.may_stop and self.state.step < self.num_steps:
+        if self.callbacks.may_stop and not self.stopped and self.state.step < self.num_steps:
             reasons = self.callbacks.stop_reasons()
             votes = self.world.collectives.any_of_async(bool(reasons), "finished" in reasons)
             self.stopped, self.stops_as_finished = votes()

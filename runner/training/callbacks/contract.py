@@ -99,8 +99,9 @@ class Callback:
 
     Attributes:
         may_stop: The callback may set `wants_to_stop`; equal on all ranks.
-        wants_to_stop: Read at the start and after each evaluation except the last. If it is true on any rank, the run
-            ends there: it saves a checkpoint, and its state is `stops_as`.
+        wants_to_stop: Read at the start, after each evaluation except the last, and after each step if the class
+            defines `after_step`. If it is true on any rank, the run ends there: it evaluates, saves a checkpoint, and
+            its state is `stops_as`.
         stop_reason: Recorded in result.json and logged.
     """
 
@@ -170,6 +171,10 @@ class Callbacks:
     @property
     def may_stop(self) -> bool:
         return any(callback.may_stop for _, callback in self._named)
+
+    @property
+    def may_stop_after_steps(self) -> bool:
+        return any(callback.may_stop for _, callback in self._defining("after_step"))
 
     @property
     def need_checkpoints(self) -> bool:
