@@ -1,4 +1,4 @@
-"""The options that a mode refuses, stated as data: messages, --help and docs/refused_options.md are written from it."""
+"""The options that a mode refuses, as data, from which messages, --help and a table of the docs are written."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

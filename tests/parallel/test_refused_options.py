@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from refusal_table import refusal_page
+from refusal_table import refusal_table
 from worlds import configure
 
 from runner.config.help.topics import render_help
@@ -91,7 +91,7 @@ def test_help_and_docs_list_the_refused_options() -> None:
     text = render_help([CONF], ["parallel=local_sgd"])
     assert "  loss_spike=VALUE: under parallel=local_sgd the ranks do not communicate" in text
     assert "refused options" not in render_help([CONF], ["parallel=allreduce"])
-    assert (ROOT / "docs" / "refused_options.md").read_text() == refusal_page()
+    assert f"\n{refusal_table()}\n" in (ROOT / "docs" / "parallel.md").read_text()
 
 
 @pytest.mark.parametrize("path", sorted((CONF / "parallel").glob("*.yaml")), ids=lambda path: path.stem)
