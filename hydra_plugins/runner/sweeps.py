@@ -29,14 +29,14 @@ class GridSweeper(BasicSweeper):
 
     def sweep(self, arguments: list[str]) -> Any:
         from runner.config.texts import keep_text
-        from runner.sweeps.jobs import combine, complete_overrides
+        from runner.sweeps.jobs import Composer, combine, complete_overrides
 
         assert self.hydra_context is not None and self.launcher is not None and self.config is not None
-        sweep, loader = self.task, self.hydra_context.config_loader
+        sweep, composer = self.task, Composer(self.config, self.hydra_context.config_loader)
         texts = [*map(keep_text, self._parse_config()), *sweep.arguments]
-        overrides = OverridesParser.create(config_loader=loader).parse_overrides(texts)
+        overrides = OverridesParser.create(composer.loader).parse_overrides(texts)
         swept = [override.get_key_element() for override in overrides if override.is_sweep_override()]
-        sweep.open(combine(overrides, self.zip), swept, self.config, loader, _check_of(self.launcher))
+        sweep.open(combine(overrides, self.zip), swept, composer, _check_of(self.launcher))
         jobs = [complete_overrides(job.overrides) for job in sweep.jobs]
         return self.launcher.launch(jobs, initial_job_idx=0) if jobs else []
 
@@ -54,12 +54,13 @@ class OptunaSweeper(Sweeper):
         )
 
     def sweep(self, arguments: list[str]) -> None:
+        from runner.sweeps.jobs import Composer
         from runner.sweeps.study import run_study
         from runner.sweeps.study_options import Options
 
         assert self.launcher is not None and self.config is not None
-        check = _check_of(self.launcher)
-        run_study(self.task, Options(**self.options), self.launcher, check, self.config, self.loader)
+        composer = Composer(self.config, self.loader)
+        run_study(self.task, Options(**self.options), composer, self.launcher, _check_of(self.launcher))
 
 
 class SlotsLauncher(Launcher):
@@ -80,7 +81,8 @@ class SlotsLauncher(Launcher):
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         from runner.sweeps.slots import run_in_slots
 
-        run_in_slots(self.task, job_overrides, initial_job_idx, self.slots, self.config, self.loader)
+        composed = [self.loader.load_sweep_config(self.config, list(overrides)) for overrides in job_overrides]
+        run_in_slots(self.task, composed, initial_job_idx, self.slots)
         return []
 
 

@@ -12,15 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
-from hydra.core.config_loader import ConfigLoader
 from omegaconf import DictConfig
 
+from runner.config.compose import checked
 from runner.config.schema import Config
 from runner.distributed.backend import as_backend
 from runner.distributed.failures.signals import handling_signals, received
 from runner.distributed.machine import allowed_cores
 from runner.errors import InputError
 from runner.records.ledger import JobRecord
+from runner.records.run_directory import Request
 from runner.records.run_record import NOT_RUN, RUNNING, find_run
 from runner.records.tables import format_number
 from runner.sweeps.sweep import Sweep
@@ -63,56 +64,80 @@ def count_ranks(launcher: Mapping[str, Any]) -> int:
     return int(launcher.get("nproc_per_node", 1))
 
 
-def run_in_slots(
-    sweep: Sweep, jobs: Sequence[Sequence[str]], first: int, slots: int, master: DictConfig, loader: ConfigLoader
-) -> None:
+def run_in_slots(sweep: Sweep, composed: Sequence[DictConfig], first: int, num_slots: int) -> None:
     """Run the jobs in their order on the slots, and record their outcomes in the ledger.
 
-    jobs: the overrides of each job. first: the position of the first of them in `sweep.jobs`. Raises SystemExit(143)
-    after a signal, once the running jobs have saved and exited.
+    composed: the configuration of each job, with Hydra's own node. first: the position of the first of these jobs in
+    `sweep.jobs`. Raises SystemExit(143) after a signal, once the running jobs have saved and exited.
     """
-    from runner.config.compose import checked
-
     waiting = []
-    for job, overrides in zip(sweep.jobs[first:], map(list, jobs), strict=True):
-        cfg = loader.load_sweep_config(master, overrides)
+    for job, cfg in zip(sweep.jobs[first:], composed, strict=True):
+        overrides = list(cfg.hydra.overrides.task)
         request = sweep.request(job, overrides, dict(cfg.hydra.runtime.choices))
         waiting.append((job, checked(cfg, overrides), request))
     configs = [config for _, config, _ in waiting]
-    check_slots(slots, configs)
-    cores, gpus = divide(sorted(allowed_cores()), slots), divide(list(range(_count_gpus(configs))), slots)
-    free, num_jobs = list(range(slots)), len(waiting)
-    running: list[RunningJob] = []
+    check_slots(num_slots, configs)
+    slots = _Slots(sweep, waiting, num_slots, _count_gpus(configs))
     deadline: float | None = None  # of the running jobs, after a signal
     with handling_signals():
         try:
-            while running or (waiting and not received()):
-                while waiting and not received() and len(free) >= (num_slots := count_ranks(waiting[0][1].launcher)):
-                    job, config, request = waiting.pop(0)
-                    if sweep.skips(job):
-                        continue
-                    used, free = free[:num_slots], free[num_slots:]
-                    listed = ", ".join(map(str, used))
-                    print(f"job {num_jobs - len(waiting)} of {num_jobs} on slot {listed}: {job.label}", flush=True)
-                    own_cores, own_gpus = ([each for slot in used for each in of[slot]] for of in (cores, gpus))
-                    running.append(_start(sweep, job, used, pickle.dumps((config, request, own_cores, own_gpus))))
-                for each in [each for each in running if each.process.poll() is not None]:
-                    running.remove(each)
-                    free = sorted(free + each.slots)
-                    _record_outcome(sweep, each, deadline is not None)
+            while slots.running or (slots.waiting and not received()):
+                slots.start_jobs()
+                slots.record_ended(deadline is not None)
                 if received() and deadline is None:
                     deadline = time.monotonic() + SAVE_TIMEOUT_S
-                    for each in running:
+                    for each in slots.running:
                         each.process.send_signal(signal.SIGTERM)
                 if deadline is not None and time.monotonic() > deadline:
-                    for each in running:
-                        _kill(each.process)
+                    slots.kill_jobs()
                 time.sleep(POLL_S)
         finally:
-            for each in running:  # for example after a second Ctrl-C
-                _kill(each.process)
+            slots.kill_jobs()  # for example after a second Ctrl-C
     if received():
         raise SystemExit(143)
+
+
+class _Slots:
+    """The slots with their devices, the jobs that wait for slots, and the jobs that run.
+
+    Attributes:
+        waiting: The jobs that have not started, in their order, with their configurations and requests.
+        running: The jobs whose processes have been started and whose outcomes have not been recorded.
+    """
+
+    def __init__(self, sweep: Sweep, waiting: list[tuple[JobRecord, Config, Request]], num_slots: int, num_gpus: int):
+        self.waiting = waiting
+        self.running: list[RunningJob] = []
+        self._sweep, self._num_jobs = sweep, len(waiting)
+        self._cores = divide(sorted(allowed_cores()), num_slots)
+        self._gpus = divide(list(range(num_gpus)), num_slots)
+        self._free = list(range(num_slots))
+
+    def start_jobs(self) -> None:
+        """Start waiting jobs in their order until the next one needs more slots than are free, or a signal arrives."""
+        while self.waiting and not received() and len(self._free) >= (size := count_ranks(self.waiting[0][1].launcher)):
+            job, config, request = self.waiting.pop(0)
+            if self._sweep.skips(job):
+                continue
+            slots, self._free = self._free[:size], self._free[size:]
+            number, listed = self._num_jobs - len(self.waiting), ", ".join(map(str, slots))
+            print(f"job {number} of {self._num_jobs} on slot {listed}: {job.label}", flush=True)
+            cores, gpus = ([each for slot in slots for each in of[slot]] for of in (self._cores, self._gpus))
+            self.running.append(_start(self._sweep, job, slots, pickle.dumps((config, request, cores, gpus))))
+
+    def record_ended(self, stopped: bool) -> None:
+        """Record the jobs that have ended, and free their slots. `stopped` is True if they were signaled to stop."""
+        for each in [each for each in self.running if each.process.poll() is not None]:
+            self.running.remove(each)
+            self._free = sorted(self._free + each.slots)
+            _record_outcome(self._sweep, each, stopped)
+
+    def kill_jobs(self) -> None:
+        """Kill the processes of the running jobs."""
+        for each in self.running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(each.process.pid, signal.SIGKILL)
+            each.process.wait()
 
 
 def divide(devices: Sequence[int], slots: int) -> list[list[int]]:
@@ -157,12 +182,6 @@ def _record_outcome(sweep: Sweep, ended: RunningJob, stopped: bool) -> None:
         text = stderr if state == "refused" else run.error or stderr or f"exit status {status}"
         sweep.write_state(ended.job, state, error=text)
     print(f"{ended.job.label} {state}  {text}", flush=True)
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def _count_gpus(configs: Sequence[Config]) -> int:

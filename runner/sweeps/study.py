@@ -2,17 +2,16 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from hydra.plugins.launcher import Launcher
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from runner.config.instantiate import create
 from runner.config.schema import Config
@@ -20,7 +19,7 @@ from runner.config.texts import keep_text
 from runner.errors import InputError, first_line
 from runner.records.ledger import REMOVED, JobRecord, is_sweep, job_of, read_ledger
 from runner.records.run_record import DONE
-from runner.sweeps.jobs import complete_overrides, first_value
+from runner.sweeps.jobs import Composer, complete_overrides, first_value
 from runner.sweeps.study_options import Options, TrialPruner, check_options, distribution, open_storage
 from runner.sweeps.sweep import Sweep
 
@@ -134,7 +133,7 @@ class Study:
 
 
 def run_study(
-    sweep: Sweep, options: Options, launcher: Launcher, check: Any, master: DictConfig, loader: ConfigLoader
+    sweep: Sweep, options: Options, composer: Composer, launcher: Launcher, check: Callable[[Sequence[Config]], None]
 ) -> None:
     """Run the trials. All ranks must call it. Raises InputError, with nothing written, for invalid options.
 
@@ -142,7 +141,7 @@ def run_study(
     """
     texts = [*(keep_text(f"{key}={value}") for key, value in options.params.items()), *sweep.arguments]
     try:
-        parsed = OverridesParser.create(config_loader=loader).parse_overrides(texts)
+        parsed = OverridesParser.create(composer.loader).parse_overrides(texts)
     except HydraException as error:
         raise InputError(f"hydra.sweeper.params: {str(error).splitlines()[0]}") from None
     overrides = {override.get_key_element(): override for override in parsed}
@@ -156,7 +155,7 @@ def run_study(
             check_options(options, swept, configs[0])
         check(configs)
 
-    sweep.open([example], list(swept), master, loader, check_all, prepare=study.open)
+    sweep.open([example], list(swept), composer, check_all, prepare=study.open)
     sweep.jobs = []
     for number in itertools.count():
         trials = sweep.broadcast(

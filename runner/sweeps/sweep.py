@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hydra.core.config_loader import ConfigLoader
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, read_write
 
@@ -62,8 +61,7 @@ class Sweep:
         self,
         jobs: list[list[str]],
         swept: list[str],
-        master: DictConfig,
-        loader: ConfigLoader,
+        composer: Composer,
         check: Callable[[list[Config]], None],
         prepare: Callable[[Path], None] | None = None,
     ) -> None:
@@ -76,7 +74,6 @@ class Sweep:
         with the directory on rank 0, before anything is written there; the jobs are then examples, and the sweeper
         adds its own with `add_job`.
         """
-        composer = Composer(master, loader)
         composed = [composer.compose(job) for job in jobs]
         configs = [config for config, _ in composed]
         self.queues, self.dry_run = check_launchers(composed, self.rank_info, prepare is not None)
@@ -108,12 +105,10 @@ class Sweep:
 
         self.directory, planned = self.broadcast("sweep", plan)
         self.jobs = [job_of(line, Path(str(self.directory))) for line in planned]
-        with read_write(master.hydra):  # Hydra's launchers create the directory that these two keys name
-            master.hydra.overrides.hydra += [
-                pointer_to(Path(str(self.directory)), "hydra.sweep.dir"),
-                "hydra.sweep.subdir=.",
-            ]
-            master.hydra.sweep.dir = self.directory
+        hydra = composer.master.hydra
+        with read_write(hydra):  # Hydra's launchers create the directory that these two keys name
+            hydra.overrides.hydra += [pointer_to(Path(str(self.directory)), "hydra.sweep.dir"), "hydra.sweep.subdir=."]
+            hydra.sweep.dir = self.directory
 
     def _share(self, path: Path, recorded: list[JobRecord], configs: list[Config], swept: list[str]) -> None:
         """Record the values that all jobs share. Raise InputError if a resumed sweep cannot continue with them."""
