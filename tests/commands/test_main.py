@@ -13,6 +13,7 @@ from many_runs import make_run, make_sweep
 from worlds import Run, only_run, run
 
 from runner.config.schema import KEYS
+from runner.records.run_record import read_run
 
 # 32 steps of two samples: enough for the throughput, which is measured after the first 20
 STEPS = ("data=toy", "data.num_train=64", "data.num_val=16", "batch_size=2", "epochs=1")
@@ -20,35 +21,6 @@ TINY = ("model=toy", *STEPS)
 FILES = {"config.yaml", "overrides.yaml", "result.json", "metrics.jsonl", "log.txt", "attempts.jsonl"}
 FILES |= {
     f"checkpoints/step_32/{name}" for name in ("manifest.json", "progress.json", "rank_0.safetensors", "state.json")
-}
-RESULT = {
-    "state": str,
-    "task": str,
-    "metrics": dict,
-    "monitor": dict,
-    "best": dict,
-    "stopped": type(None),
-    "step": int,
-    "num_steps": int,
-    "epoch": int,
-    "world_size": int,
-    "hosts": list,
-    "parallel": str,
-    "model": str,
-    "data": str,
-    "seed": int,
-    "samples": dict,
-    "samples_per_second": float,
-    "seconds": float,
-    "weights_sha256": str,
-    "git": dict,
-    "versions": dict,
-    "machine": dict,
-    "parent": type(None),
-    "started": str,
-    "code": type(None),
-    "command": list,
-    "error": type(None),
 }
 # A custom model: the toy with additional actions in its training steps.
 MODULE = """\
@@ -124,7 +96,8 @@ def test_a_run_writes_its_directory_and_nothing_else(commands: Commands, tmp_pat
     assert done.stdout == (one.path / "log.txt").read_text()
     assert f"run directory: {one.path}\n" in done.stdout
 
-    assert {name: type(value) for name, value in one.result.items()} == RESULT
+    assert read_run(one.path).as_result() == one.result  # all fields, with values of their types
+    assert None not in [one.result[name] for name in ("monitor", "best", "num_steps", "samples_per_second", "seconds")]
     assert (one.result["state"], one.result["step"], one.result["epoch"]) == ("finished", 32, 1)
     assert one.result["command"][-len(TINY) - 2 :] == ["-m", "runner", *TINY]
     assert one.result["metrics"].keys() == {"train/loss", "val/loss"}
