@@ -116,6 +116,7 @@ def _run(config: Config, request: Request, world: World, may_double: bool | None
             if experiment is not None and task is not None and task.trains
             else None,
             monitor=asdict(experiment.monitor) if experiment is not None else None,
+            directions=dict(experiment.directions) if experiment is not None else {},
             parent=config.fork,
         )
         directory.prepare(config, request.command, record)

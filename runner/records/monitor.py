@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 LOSS = "val/loss"  # logged by each evaluation
+Direction = Literal["max", "min"]
 
 
 @dataclass(frozen=True)
@@ -13,7 +14,7 @@ class Monitor:
     """The name of a metric as it is logged, and its direction."""
 
     name: str
-    direction: Literal["max", "min"]
+    direction: Direction
 
     def best(self, values: Mapping[int, float]) -> list[int]:
         """Return the steps of the finite values, from the best to the worst value. Equal values are sorted by step."""

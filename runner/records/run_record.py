@@ -21,7 +21,7 @@ from runner.records.settings import CONFIG, OVERRIDES, Section, by_key, read_ove
 RESULT = "result.json"
 RUNNING, LOST, NOT_RUN = "running", "lost", "not run"
 DONE = ("finished", "pruned")
-SPEEDS = ("samples_per_second", "seconds")  # compared like metrics
+SPEEDS = {"samples_per_second": "max", "seconds": "min"}  # compared like metrics, with their directions
 
 
 class Standing(NamedTuple):
@@ -44,6 +44,7 @@ class RunRecord:
     task: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
     monitor: dict[str, str] | None = None  # the fields of runner.records.monitor.Monitor
+    directions: dict[str, str] = field(default_factory=dict)  # max or min, by the name of a metric or loss
     best: dict[str, float] | None = None  # step and monitored value of the best checkpoint
     stopped: str | None = None  # why the run stopped before its last step
     step: int = 0
@@ -92,6 +93,12 @@ class RunRecord:
     def measured_monitor(self) -> Monitor | None:
         """The monitored metric; None if it was not measured."""
         return recorded_monitor(self.monitor, self.measured)
+
+    def direction_of(self, metric: str) -> str | None:
+        """Return the direction that a metric of any split declares, max or min; None if it declares none."""
+        name = metric.partition("/")[2].partition("/")[0]  # f1 of val/f1/macro
+        direction = SPEEDS.get(metric) or self.directions.get(name)
+        return direction if direction in ("max", "min") else None
 
     @functools.cached_property
     def standing(self) -> Standing:

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from runner.optimization.optimizers import OptimizerFactory
 from runner.optimization.parameter_patterns import counted, freeze
 from runner.optimization.precision import Precision, convert
 from runner.records.loggers.contract import Logger
-from runner.records.monitor import Monitor
+from runner.records.monitor import Direction, Monitor
 from runner.training.callbacks.contract import Callback
 from runner.training.components import (
     Components,
@@ -36,6 +36,7 @@ from runner.training.components import (
     check_gathers,
     check_train_metrics,
     choose_monitor,
+    declared_directions,
     make_callbacks,
     make_logger,
     make_metrics,
@@ -74,6 +75,7 @@ class Experiment:
     metrics: MetricSums
     train_metrics: MetricSums | None
     monitor: Monitor  # the metric that compares runs
+    directions: Mapping[str, Direction]  # of the metrics and losses, by name
     header_lines: list[str]  # about initial weights and frozen parameters
     warnings: list[str]
     num_classes: int | None  # None if it is no classification, or too many for a readable confusion matrix
@@ -261,6 +263,8 @@ class Assembly:
         if config.train_metrics:
             check_train_metrics(self._choices, self.parallel, objective, metrics)
         names = [*objective.losses, *objective.terms]
+        directions = declared_directions(metrics.metrics, names)
+        monitor_direction = cast("Direction | None", config.monitor_direction)
         return Experiment(
             parallel=self.parallel,
             recipe=self._make_recipe(make_optimizer),
@@ -274,7 +278,8 @@ class Assembly:
             parameter_groups=make_optimizer.num_parameters,
             metrics=metrics,
             train_metrics=self._make_metrics() if config.train_metrics else None,
-            monitor=choose_monitor(config.monitor, config.monitor_direction, metrics, names, objective.logged),
+            monitor=choose_monitor(config.monitor, monitor_direction, metrics, directions, names, objective.logged),
+            directions=directions,
             header_lines=self.header_lines,
             warnings=self.warnings,
             num_classes=_num_classes(self._found.forward.prediction),

@@ -1,7 +1,7 @@
 """The components that the configuration selects: mode, objective, metrics, monitor, logger and callbacks."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from runner.optimization.parameter_patterns import keep_in_evaluation_mode
 from runner.optimization.precision import convert
 from runner.records.loggers.composite import CompositeLogger
 from runner.records.loggers.contract import Logger
-from runner.records.monitor import BY_LOSS, LOSS, Monitor
+from runner.records.monitor import BY_LOSS, Direction, Monitor
 from runner.training.callbacks.contract import Callback
 from runner.training.first_samples import FirstSamples
 from runner.training.metrics.classification import Auto as AutoMetrics
@@ -210,10 +210,18 @@ def _make_metric(name: str, node: Mapping[str, Any], loss_options: Mapping[str, 
     return metric
 
 
+def declared_directions(metrics: Mapping[str, Metric], losses: Iterable[str]) -> dict[str, Direction]:
+    """Return the direction of each metric that declares one, and of the losses, by name."""
+    higher_is_better = {name: metric.higher_is_better for name, metric in metrics.items()}
+    higher_is_better |= dict.fromkeys(["loss", *losses], False)
+    return {name: "max" if higher else "min" for name, higher in higher_is_better.items() if higher is not None}
+
+
 def choose_monitor(
     name: str | None,
-    direction: str | None,
+    direction: Direction | None,
     sums: MetricSums,
+    directions: Mapping[str, Direction],
     losses: Collection[str] = (),
     logged: Collection[str] = (),
 ) -> Monitor:
@@ -221,23 +229,22 @@ def choose_monitor(
 
     Raises InputError for an unknown monitor or direction, and for a metric with a name in `losses` or `logged`.
     """
-    higher_is_better: dict[str, bool | None] = {}
+    declaring: dict[str, str] = {}  # the name in `directions` of each value of an evaluation
     for metric, values in sums.names.items():
         if not set(values).isdisjoint([*losses, *logged]):
             raise InputError(f"metrics.{metric}: the objective logs a value of this name; rename the metric")
-        higher_is_better |= dict.fromkeys((f"val/{value}" for value in values), sums.metrics[metric].higher_is_better)
-    higher_is_better |= dict.fromkeys((f"val/{value}" for value in logged), None)
-    higher_is_better |= {LOSS: False} | dict.fromkeys((f"val/{loss}" for loss in losses), False)
-    name = name or next(each for each, higher in higher_is_better.items() if higher is not None)
-    if name not in higher_is_better:
-        raise InputError(f"monitor={name}: no metric returns it{did_you_mean(name, list(higher_is_better))}")
-    higher = higher_is_better[name] if direction is None else direction == "max"
-    if higher is None:
+        declaring |= dict.fromkeys((f"val/{value}" for value in values), metric)
+    declaring |= {f"val/{value}": value for value in (*logged, "loss", *losses)}
+    name = name or next(each for each, metric in declaring.items() if metric in directions)
+    if name not in declaring:
+        raise InputError(f"monitor={name}: no metric returns it{did_you_mean(name, list(declaring))}")
+    direction = direction or directions.get(declaring[name])
+    if direction is None:
         raise InputError(
             f"monitor={name}: its metric does not declare whether a higher value is better; set monitor_direction=max "
             "or monitor_direction=min"
         )
-    return Monitor(name, "max" if higher else "min")
+    return Monitor(name, direction)
 
 
 def make_logger(nodes: Mapping[str, Any]) -> Logger:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from runner.errors import InputError
 from runner.records.monitor import BY_LOSS, Monitor, recorded_monitor
 from runner.records.report.render import as_markdown, as_text
 from runner.records.report.statistics import monitors_of, summarize
@@ -38,7 +39,7 @@ def test_jobs_are_compared_by_the_metric_that_all_have_measured() -> None:
     jobs = [job("a", F1, f1=0.5, loss=1.0), job("b", F1, f1=0.7, loss=2.0), job("c", MAE, f1=0.6, mae=0.1, loss=3.0)]
     assert monitors_of(jobs) == [F1, BY_LOSS, MAE]
     summary = summarize(jobs)
-    assert (summary.metric, summary.descending) == ("val/f1", True)
+    assert (summary.metric, summary.direction) == ("val/f1", "max")
     assert [row.name for row in summary.rows] == ["metrics=b", "metrics=c", "metrics=a"]
     text = as_text(summary)
     assert text.splitlines()[0].split() == ["metrics", "val/f1", "val/loss", "val/mae", "n"]
@@ -50,7 +51,7 @@ def test_jobs_with_different_monitors_are_compared_by_the_loss() -> None:
     jobs = [job("a", F1, f1=0.5, loss=2.0), job("b", MAE, mae=0.5, loss=1.0), job("c", None, "failed")]
     assert monitors_of(jobs) == [BY_LOSS, F1, MAE]
     summary = summarize(jobs)
-    assert (summary.metric, summary.descending, summary.best and summary.best.name) == ("val/loss", False, "metrics=b")
+    assert (summary.metric, summary.direction, summary.best and summary.best.name) == ("val/loss", "min", "metrics=b")
     without_loss = [job("a", F1, f1=0.5), job("b", MAE, mae=0.5), job("d", MAE, mae=0.6)]
     assert monitors_of(without_loss) == [MAE, F1, BY_LOSS]
     assert monitors_of([job("a", None, rate=3.0)]) == []
@@ -58,10 +59,31 @@ def test_jobs_with_different_monitors_are_compared_by_the_loss() -> None:
 
 def test_a_requested_metric_takes_precedence_and_has_its_own_direction() -> None:
     jobs = [job("a", F1, f1=0.5, mae=2.0), job("b", MAE, f1=0.6, mae=1.0)]
-    assert not summarize(jobs, "val/mae").descending and summarize(jobs, "val/f1").descending
-    assert summarize(jobs, "val/mae", "max").descending
+    assert (summarize(jobs, "val/mae").direction, summarize(jobs, "val/f1").direction) == ("min", "max")
+    assert summarize(jobs, "val/mae", "max").direction == "max"
     upside_down = [job("a", Monitor("val/mae", "max"), mae=1.0)]
-    assert summarize(upside_down).descending and summarize(upside_down, "val/mae").descending
+    assert summarize(upside_down).direction == summarize(upside_down, "val/mae").direction == "max"
+
+
+def test_a_metric_that_is_not_monitored_has_the_direction_that_it_declares() -> None:
+    """In each split and for each of its values. Its name has no meaning."""
+    jobs = [job(name, F1, f1=0.5, **{"error_free/a": 0.1 * number}) for number, name in enumerate("ab")]
+    with pytest.raises(InputError, match=r"report.metric=val/error_free/a: cannot infer .* set report.direction=max"):
+        summarize(jobs, "val/error_free/a")
+    for each in jobs:
+        each.directions = {"error_free": "max", "f1": "nonsense"}
+        assert [each.direction_of(f"{split}/error_free/a") for split in ("train", "test")] == ["max", "max"]
+        assert each.direction_of("val/f1") is None and each.direction_of("seconds") == "min"
+    summary = summarize(jobs, "val/error_free/a")
+    assert (summary.direction, summary.best and summary.best.name) == ("max", "metrics=b")
+
+
+def test_jobs_whose_metrics_have_no_direction_are_not_sorted() -> None:
+    jobs = [job(name, None, rate=rate) for name, rate in (("a", 2.0), ("b", 3.0), ("c", 1.0))]
+    summary = summarize(jobs)
+    assert (summary.metric, summary.direction, summary.best) == ("val/rate", None, None)
+    assert [row.name for row in summary.rows] == ["metrics=a", "metrics=b", "metrics=c"]
+    assert "best" not in as_text(summary) and "Sorted" not in as_markdown(summary, "title", [])
 
 
 def test_evaluations_are_the_lines_with_the_validation_loss(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_the_deviation_is_the_sample_standard_deviation() -> None:
 
 def test_jobs_that_differ_only_in_the_seed_are_one_row_and_the_best_row_comes_first(tmp_path: Path) -> None:
     summary = summarize(read_jobs(make_sweep(tmp_path), "run"))
-    assert (summary.metric, summary.descending, summary.keys) == ("val/accuracy", True, ["optimizer.lr"])
+    assert (summary.metric, summary.direction, summary.keys) == ("val/accuracy", "max", ["optimizer.lr"])
     counts = {row.values["optimizer.lr"]: len(row.finished) for row in summary.rows}
     assert list(counts.items()) == [("0.2", 1), ("0.1", 2), ("0.3", 0), ("0.4", 0)]
     assert str(summary.rows[1].means["val/accuracy"]) == "0.6000 ± 0.1414"
@@ -81,7 +81,7 @@ def test_jobs_that_differ_only_in_the_seed_are_one_row_and_the_best_row_comes_fi
         ("waiting", []),
     ]
     smallest_first = summarize(read_jobs(tmp_path / "outputs/run/sweep-1", "run"), "val/loss")
-    assert not smallest_first.descending and smallest_first.rows[0].values == {"optimizer.lr": "0.2"}
+    assert smallest_first.direction == "min" and smallest_first.rows[0].values == {"optimizer.lr": "0.2"}
 
 
 def effect_of(values: list[str], tmp_path: Path) -> Summary:

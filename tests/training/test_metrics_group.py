@@ -105,6 +105,8 @@ def test_metrics_of_every_mode_equal_those_of_one_process(mode: str, world_size:
     assert {"val/accuracy", "val/f1/class_9", "val/perplexity", "val/top_k", "val/auroc"} <= alone["metrics"].keys()
     assert spread["metrics"] == pytest.approx(alone["metrics"], rel=1e-9)
     assert spread["monitor"] == alone["monitor"] == {"name": "val/accuracy", "direction": "max"}
+    maximized = dict.fromkeys(("accuracy", "f1", "top_k", "auroc"), "max")
+    assert spread["directions"] == alone["directions"] == {**maximized, "perplexity": "min", "loss": "min"}
 
 
 @pytest.mark.parametrize(

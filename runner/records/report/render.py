@@ -67,7 +67,7 @@ def best(report: Summary) -> list[str]:
         return []
     seeds = f" over {len(row.finished)} {_averaged(report.over)}" if len(row.finished) > 1 else ""
     values = {job: job.measured[report.metric] for job in row.finished if report.metric in job.measured}
-    job = (max if report.descending else min)(values, key=values.__getitem__)
+    job = (max if report.direction == "max" else min)(values, key=values.__getitem__)
     return [
         f"best {row.name}: {report.metric} {row.means[report.metric]}{seeds}",
         f"  {command_of(job, without=report.over if seeds else ())}",
@@ -112,10 +112,11 @@ def as_text(report: Summary) -> str:
 
 def as_markdown(report: Summary, title: str, plots: Sequence[str]) -> str:
     """Return the complete report. `plots` are file names in the same directory."""
-    order = "largest" if report.descending else "smallest"
     parts = [f"# {title}"]
     if report.metric:
-        parts.append(f"Sorted by {report.metric}, {order} first. Values are mean ± standard deviation over n runs.")
+        order = {"max": "largest", "min": "smallest", None: ""}[report.direction]
+        is_sorted = f"Sorted by {report.metric}, {order} first. " if order else ""
+        parts.append(f"{is_sorted}Values are mean ± standard deviation over n runs.")
     parts.append(markdown_table(table(report)))
     for lines in filter(None, (best(report), holes(report))):
         parts += [f"{lines[0][0].upper()}{lines[0][1:]}", f"```sh\n{lines[1].strip()}\n```"]

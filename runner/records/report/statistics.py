@@ -14,8 +14,6 @@ from runner.records.monitor import BY_LOSS, Monitor
 from runner.records.run_record import RunRecord
 from runner.records.tables import as_number, format_number
 
-# Parts of metric names: such a metric is minimized, if no job monitors it.
-MINIMIZED = ("loss", "error", "seconds", "time", "memory", "perplexity", "wait", "bytes", "mae", "mse")
 MAX_VALUES, NUM_RANGES = 8, 4  # if a key has more than 8 numbers, they are grouped into 4 ranges
 
 
@@ -64,8 +62,8 @@ class Summary:
     jobs: list[RunRecord]
     keys: list[str]  # the keys whose values vary, except those of `over`
     metric: str | None  # None if no job has finished with a metric
-    descending: bool  # True if the largest value is the best
-    rows: list[ReportRow]  # sorted from the best; rows without a value last
+    direction: str | None  # max or min; None if no job knows which value of the metric is the best
+    rows: list[ReportRow]  # sorted from the best, if there is a direction; rows without a value last
     # By key, each value with the mean over the rows that have it.
     effects: dict[str, list[tuple[str, Mean]]] = field(default_factory=dict)
     monitors: list[Monitor] = field(default_factory=list)  # of the jobs; see monitors_of
@@ -75,7 +73,9 @@ class Summary:
 
     @property
     def best(self) -> ReportRow | None:
-        if not self.rows or self.metric is None or (mean := self.rows[0].means.get(self.metric)) is None:
+        if not self.rows or self.metric is None or self.direction is None:
+            return None
+        if (mean := self.rows[0].means.get(self.metric)) is None:
             return None
         return self.rows[0] if math.isfinite(mean.value) else None  # non-finite values come last
 
@@ -96,16 +96,22 @@ def summarize(
 ) -> Summary:
     """Group the jobs by configuration, average the metrics, and sort.
 
-    over: the keys to average over. Raises InputError for a metric that no job has, or a key that does not vary.
+    over: the keys to average over. Raises InputError for a metric that no job has or whose direction is unknown, and
+    for a key that does not vary.
     """
-    known = sorted({name for job in finished_runs(jobs) for name in job.measured})
+    finished = finished_runs(jobs)
+    known = sorted({name for job in finished for name in job.measured})
     if metric is not None and metric not in known:
         hint = did_you_mean(metric, known) or "; no job has finished with a metric"
         raise InputError(f"report.metric={metric}: no such metric{hint}")
-    monitors = monitors_of(jobs)
+    monitors, is_requested = monitors_of(jobs), metric is not None
     metric = metric or (monitors[0].name if monitors else next(iter(known), None))
-    direction = direction or next((monitor.direction for monitor in monitors if monitor.name == metric), None)
-    descending = direction == "max" if direction else not any(part in (metric or "") for part in MINIMIZED)
+    direction = direction or _direction_of(metric or "", monitors, finished)
+    if is_requested and direction is None:
+        raise InputError(
+            f"report.metric={metric}: cannot infer whether it is to be minimized or maximized; set "
+            "report.direction=max or report.direction=min"
+        )
     varied = varied_keys(jobs)
     if unknown := [key for key in over if key not in (*varied, "seed")]:
         hint = did_you_mean(unknown[0], varied) or "; the runs have equal overrides"
@@ -120,12 +126,12 @@ def summarize(
         mean = row.means.get(metric or "")
         if mean is None or not math.isfinite(mean.value):
             return True, 0.0
-        return False, -mean.value if descending else mean.value
+        return False, {"max": -mean.value, "min": mean.value, None: 0.0}[direction]
 
     rows.sort(key=order)
     effects = {key: _effect(rows, key, metric) for key in keys} if metric else {}
     missing, fill = _holes(jobs, varied)
-    return Summary(list(jobs), keys, metric, descending, rows, effects, monitors, over, missing, fill)
+    return Summary(list(jobs), keys, metric, direction, rows, effects, monitors, over, missing, fill)
 
 
 def _holes(jobs: Sequence[RunRecord], varied: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -142,6 +148,12 @@ def _holes(jobs: Sequence[RunRecord], varied: Sequence[str]) -> tuple[list[str],
     cells = (cell for cell in itertools.product(*values.values()) if cell not in exist)
     missing = [" ".join(f"{key}={value}" for key, value in zip(varied, cell, strict=True)) for cell in cells]
     return missing, [f"{key}={','.join(found)}" for key, found in values.items()] if missing else []
+
+
+def _direction_of(metric: str, monitors: Sequence[Monitor], jobs: Sequence[RunRecord]) -> str | None:
+    """Return the direction of the monitor of this name, or else the one that the metric declared in a job."""
+    directions = [monitor.direction for monitor in monitors if monitor.name == metric]
+    return next(filter(None, [*directions, *(job.direction_of(metric) for job in jobs)]), None)
 
 
 def monitors_of(jobs: Sequence[RunRecord]) -> list[Monitor]:
