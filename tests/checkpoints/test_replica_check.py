@@ -27,10 +27,15 @@ def test_any_flipped_bit_changes_the_hash() -> None:
     )
 
 
-@pytest.mark.fault("replicas of the weights diverge", outcome="refused")
+@pytest.mark.fault("replicas of the weights diverge, in every mode that has them", outcome="refused")
 @pytest.mark.parametrize(
     ("ranks", "mode"),
-    [(2, ("parallel=ddp",)), pytest.param(4, ("parallel=pipeline", "parallel.stages=2"), marks=pytest.mark.soak)],
+    [
+        (2, ("parallel=ddp",)),
+        pytest.param(4, ("parallel=pipeline", "parallel.stages=2"), marks=pytest.mark.thorough),
+        pytest.param(2, ("parallel=allreduce",), marks=pytest.mark.soak),
+        pytest.param(2, ("parallel=local_sgd", "parallel.warmup_steps=16"), marks=pytest.mark.soak),
+    ],
 )
 def test_a_replica_that_diverges_is_named(ranks: int, mode: tuple[str, ...], tmp_path: Path) -> None:
     def flip(trainer: Trainer, batch: Any) -> None:

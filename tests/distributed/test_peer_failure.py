@@ -58,7 +58,7 @@ def read_result(folder: Path) -> tuple[Path, dict[str, Any]]:
     return path, result
 
 
-MESSAGE = "RuntimeError: the rank's own failure"
+MESSAGE = "Error: the rank's own failure"
 
 
 def sleep_too_long() -> None:
@@ -67,6 +67,10 @@ def sleep_too_long() -> None:
 
 def fail() -> None:
     raise RuntimeError("the rank's own failure")
+
+
+def run_out_of_memory() -> None:
+    raise torch.OutOfMemoryError("the rank's own failure")
 
 
 def train(
@@ -109,17 +113,22 @@ def train(
     return exit_statuses(rank_of, world_size, range(world_size), timeout_s + 420)
 
 
-WAYS = [(4, 2, "step", kill), (2, 1, "step", fail)]
-CASES = [(mode, *way) for mode in MODES if mode not in ("none", "dp", "ps") for way in WAYS]  # ps: test_ps.py
+WAYS = [(4, 2, "step", kill), (2, 1, "step", fail), (2, 1, "step", run_out_of_memory)]
+CASES = [(mode, *way) for mode in MODES if mode not in ("none", "dp") for way in WAYS]
+CASES.remove(("ps", *WAYS[0]))  # test_parameter_server.py
+CASES += [("none", 1, 0, "step", die) for die in (fail, run_out_of_memory)]
 # Only pipeline and fsdp communicate in an evaluation.
 CASES += [("pipeline", 2, 1, "_evaluate", kill), ("fsdp", 2, 1, "_evaluate", kill)]
-SLICE = [("ddp", *WAYS[0]), ("fsdp", *WAYS[1]), ("pipeline", 2, 1, "_evaluate", kill)]  # of the default run
+SLICE = [
+    *(("ddp", *WAYS[0]), ("fsdp", *WAYS[1]), ("pipeline", 2, 1, "_evaluate", kill)),
+    *(("none", 1, 0, "step", run_out_of_memory), ("pipeline", *WAYS[2])),
+]
 
 
-@pytest.mark.fault("a rank killed with -9, or raising, in every mode", outcome="refused")
+@pytest.mark.fault("a rank killed with -9, raising, or out of memory, in every mode", outcome="refused")
 @pytest.mark.parametrize(
     ("mode", "world_size", "victim", "where", "die"),
-    [pytest.param(*case, marks=tier(case in SLICE, case[-1] is kill)) for case in CASES],
+    [pytest.param(*case, marks=tier(case in SLICE, case[0] in ("ddp", "pipeline"))) for case in CASES],
 )
 def test_all_ranks_exit_when_one_dies(
     mode: str,
@@ -141,7 +150,8 @@ def test_all_ranks_exit_when_one_dies(
     if die is kill:
         assert f"no response from rank {victim} on" in result["error"]
     else:
-        assert result["error"].startswith(f"rank {victim} on")
+        reason = " ran out of memory:" if die is run_out_of_memory else ":"
+        assert result["error"].startswith(f"rank {victim} on {socket.gethostname()}{reason}")
         assert reported.count(MESSAGE) == 1
 
 
@@ -175,13 +185,14 @@ def test_run_ends_when_all_ranks_have_ended_well(
     assert reported.count(cause) == (path / "log.txt").read_text().count(cause) == 1, reported
 
 
-HANGS = [("ddp", 3, 1, stop), ("ddp", 3, 0, sleep_too_long), ("pipeline", 2, 1, stop), ("ps", 3, 1, sleep_too_long)]
+HANGS = [("ddp", 3, 0, sleep_too_long), ("ddp", 3, 1, stop), ("pipeline", 2, 1, stop), ("ps", 3, 1, sleep_too_long)]
+HANGS += [(mode, 2, 1, stop) for mode in MODES if mode not in ("none", "dp", "ddp", "pipeline", "ps")]
 
 
 @pytest.mark.fault("a rank hangs", outcome="refused")
 @pytest.mark.parametrize(
     ("mode", "world_size", "victim", "hang"),
-    [pytest.param(*case, marks=() if case == HANGS[1] else pytest.mark.thorough) for case in HANGS],
+    [pytest.param(*case, marks=tier(case == HANGS[0], case in HANGS[1:3])) for case in HANGS],
 )
 def test_hung_rank_is_named_with_its_stacks_and_killed(
     mode: str,

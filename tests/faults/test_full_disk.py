@@ -1,5 +1,6 @@
 """A full disk: the run fails, and can be resumed when there is space."""
 
+import functools
 import itertools
 import subprocess
 from collections.abc import Callable, Iterator
@@ -10,20 +11,29 @@ from typing import Any
 import pytest
 from commands import wait_until
 from fault_rig import OVERRIDES, all_sound, assert_same, cut
+from mode_cases import tier
 from ranks import RankError
-from worlds import Run, run
+from worlds import MODES, Run, run
 
 from runner.training.trainer import Trainer
 
-pytestmark = pytest.mark.thorough
-
-LOGGED = (*OVERRIDES, "parallel=ddp", "log_every=1", "checkpoint.every_epochs=9", "checkpoint.keep=99")
-OFTEN, RARELY = "checkpoint.every_steps=2", "checkpoint.every_steps=20"
+LOGGED = (*OVERRIDES, "log_every=1", "checkpoint.every_epochs=9", "checkpoint.keep=99")
+DDP = (*LOGGED, "parallel=ddp")
+OFTEN, RARELY = ("checkpoint.every_steps=2",), ("checkpoint.every_steps=20",)
+FEW = (*OFTEN, "checkpoint.keep=3")  # which do not fill the disk
+CHECKPOINT = "checkpoint {}/checkpoints/step_"  # the beginning of the error
+RANKS = {"none": 1, "dp": 1}
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return run(tmp_path_factory.mktemp("whole"), 2, *LOGGED, OFTEN)
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+    """Return the uninterrupted run in a mode."""
+
+    @functools.cache
+    def of(mode: str) -> Run:
+        return run(tmp_path_factory.mktemp(mode), RANKS.get(mode, 2), *LOGGED, *OFTEN, f"parallel={mode}")
+
+    return of
 
 
 @pytest.fixture
@@ -66,51 +76,61 @@ def fill(trainer: Trainer, batch: Any) -> None:
                 continue
 
 
-@pytest.mark.fault("a full disk", outcome="survived")
+@pytest.mark.fault("a full disk, in every mode", outcome="survived")
+@pytest.mark.filterwarnings("ignore:parallel=dp")
 @pytest.mark.parametrize(
-    ("every", "act", "what"),
+    ("mode", "every", "act", "what"),
     [
-        (OFTEN, nothing, "checkpoint {}/checkpoints/step_"),
-        (OFTEN, fill, "checkpoint {}/checkpoints/step_"),
-        (RARELY, fill, "{}/metrics.jsonl"),
+        pytest.param("ddp", OFTEN, nothing, CHECKPOINT, id="by its checkpoints", marks=pytest.mark.thorough),
+        pytest.param("ddp", RARELY, fill, "{}/metrics.jsonl", id="by others, at a line", marks=pytest.mark.thorough),
+        *(
+            pytest.param(mode, FEW, fill, CHECKPOINT, id=mode, marks=tier(False, mode in ("none", "ddp", "pipeline")))
+            for mode in MODES
+        ),
     ],
-    ids=["by its checkpoints", "by others, at a checkpoint", "by others, at a line"],
 )
 def test_a_full_disk_fails_the_run_which_resumes_when_there_is_space(
-    every: str,
+    mode: str,
+    every: tuple[str, ...],
     act: Callable[[Trainer, Any], None],
     what: str,
-    whole: Run,
+    whole: Callable[[str], Run],
     disk: Path,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    full = cut(tmp_path, 2, (*LOGGED, every), act)
+    num_ranks = RANKS.get(mode, 2)
+    full = cut(tmp_path, num_ranks, (*LOGGED, *every, f"parallel={mode}"), act)
     reported = "".join(capfd.readouterr())
     assert "Logging error" not in reported and full.result["state"] == "failed"
     _, *lines = reported.partition("error: ")[2].strip().splitlines()
+    lines = [
+        line for line in lines if "tensorpipe" not in line
+    ]  # the library of parallel=ps logs the exit of each rank
     assert lines[0].startswith(what.format(full.path)) and " could not be written: " in lines[0]
     assert len(lines) == 2 and lines[1].endswith("and resume")
     checkpoints = all_sound(full.path / "checkpoints")
     assert checkpoints[-1] == "step_20" if act is fill else len(checkpoints) > 2
     assert not list(full.path.rglob("*.tmp"))
     assert mount("-o", "remount,size=64m", disk).returncode == 0
-    assert_same(run(tmp_path, 2, f"resume={full.path}"), whole)
+    assert_same(run(tmp_path, num_ranks, f"resume={full.path}"), whole(mode))
 
 
+@pytest.mark.thorough
 @pytest.mark.fault("no space or no inodes for a new run", outcome="refused")
 @pytest.mark.parametrize("disk", ["size=16k", "nr_inodes=6"], indirect=True)
 def test_a_run_without_space_for_its_records_is_refused(disk: Path, tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"InputError: outputs=.*: cannot create .*No space left on device: '.*/run/"):
-        run(tmp_path, 2, *LOGGED)
+        run(tmp_path, 2, *DDP)
     assert not list(disk.iterdir())
 
 
+@pytest.mark.thorough
 @pytest.mark.fault("a full disk", outcome="survived")
 def test_a_resume_on_a_full_disk_reports_one_line_and_does_not_stay_running(
     disk: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    done = run(tmp_path, 2, *LOGGED, "epochs=1", "checkpoint.keep=1")
+    done = run(tmp_path, 2, *DDP, "epochs=1", "checkpoint.keep=1")
     others = disk / "others"
     others.mkdir()
     with suppress(OSError):
