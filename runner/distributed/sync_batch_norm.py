@@ -1,7 +1,8 @@
 """Synchronization of batch norm: in training, `batch_norm` normalizes over the batches of all ranks."""
 
+from collections import defaultdict
+from dataclasses import dataclass
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -15,10 +16,20 @@ from torch.overrides import TorchFunctionMode
 from runner.distributed.batch_norm_over_ranks import batch_norm_over
 from runner.distributed.module_class import subclass_of
 
-# Modules whose forward has called batch_norm while RecordBatchNorm was entered, and whether it used the statistics of
-# the batch in evaluation mode.
-_callers: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-_silent: WeakSet[nn.Module] = WeakSet()  # BatchNorm layers whose forward did not call it in training mode
+
+@dataclass
+class _Usage:
+    """How the forward of a module uses batch_norm. RecordBatchNorm adds it to the module's attributes."""
+
+    calls: bool = False
+    calls_in_training: bool = False
+    uses_batch_in_evaluation: bool = False
+    trains_without: bool = False  # although it derives from _BatchNorm
+
+
+def _usage(module: nn.Module) -> _Usage:
+    usage: _Usage = vars(module).get("_batch_norm_usage") or _Usage()
+    return usage
 
 
 class _Call(NamedTuple):
@@ -48,7 +59,7 @@ def _read(func: Any, args: Any, kwargs: Any) -> _Call | None:
 def is_batch_norm(module: nn.Module) -> bool:
     """Return True for a BatchNorm layer, and for another layer whose forward has called batch_norm in the dry run."""
     has_parts = any([*part.parameters(), *part.buffers()] for part in module.children())
-    return isinstance(module, _BatchNorm) or (module in _callers and not has_parts)
+    return isinstance(module, _BatchNorm) or (_usage(module).calls and not has_parts)
 
 
 def has_batch_norm(model: nn.Module) -> bool:
@@ -57,7 +68,7 @@ def has_batch_norm(model: nn.Module) -> bool:
 
 
 def _calls_batch_norm(module: nn.Module) -> bool:
-    return isinstance(module, _BatchNorm) or module in _callers
+    return isinstance(module, _BatchNorm) or _usage(module).calls
 
 
 def trains_batch_norm(model: nn.Module) -> bool:
@@ -71,15 +82,19 @@ def normalizes_in_evaluation(model: nn.Module) -> bool:
 
 
 def _uses_batch_in_evaluation(module: nn.Module) -> bool:
-    return _callers.get(module, False) or (isinstance(module, _BatchNorm) and module.running_mean is None)
+    lacks_statistics = isinstance(module, _BatchNorm) and module.running_mean is None
+    return lacks_statistics or _usage(module).uses_batch_in_evaluation
 
 
 class RecordBatchNorm(TorchFunctionMode):
-    """Records which modules' forward calls batch_norm, such as a layer that does not derive from nn.BatchNorm2d."""
+    """Records which modules' forward calls batch_norm, such as a layer that does not derive from nn.BatchNorm2d.
+
+    The modules have the result as an attribute on exit, and not earlier, because dry runs restore all attributes.
+    """
 
     def __enter__(self) -> "RecordBatchNorm":
         self._running: list[nn.Module] = []
-        self._called_in_training: set[nn.Module] = set()
+        self._found: defaultdict[nn.Module, _Usage] = defaultdict(_Usage)
         self._hooks = [
             register_module_forward_pre_hook(lambda module, inputs: self._running.append(module)),
             register_module_forward_hook(self._leave, always_call=True),
@@ -91,19 +106,22 @@ class RecordBatchNorm(TorchFunctionMode):
         super().__exit__(*raised)
         for hook in self._hooks:
             hook.remove()
+        for module, usage in self._found.items():
+            vars(module)["_batch_norm_usage"] = usage  # without `__setattr__`, which a model may override
 
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._running.pop()
-        if isinstance(module, _BatchNorm) and module.training and module not in self._called_in_training:
-            _silent.add(module)
+        if isinstance(module, _BatchNorm) and module.training:
+            self._found[module].trains_without |= not self._found[module].calls_in_training
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._running and (call := _read(func, args, kwargs)) is not None:
             module = self._running[-1]
-            _callers[module] = _callers.get(module, False) or (call.training and not module.training)
-            if module.training:
-                self._called_in_training.add(module)
+            usage = self._found[module]
+            usage.calls = True
+            usage.calls_in_training |= module.training
+            usage.uses_batch_in_evaluation |= call.training and not module.training
         return func(*args, **kwargs)
 
 
@@ -123,7 +141,7 @@ def synchronize_batch_norm(model: nn.Module, device: torch.device | None = None)
         is_synchronized = isinstance(module, (SyncBatchNorm, nn.SyncBatchNorm))
         if is_synchronized or not _calls_batch_norm(module):
             continue
-        if module in _silent or isinstance(module, LazyModuleMixin):
+        if _usage(module).trains_without or isinstance(module, LazyModuleMixin):
             raise ValueError(
                 f"{name or 'model'}={type(module).__name__} cannot be synchronized over ranks, because its forward "
                 "does not call batch_norm in training; use nn.BatchNorm1d, 2d or 3d, or sync_batchnorm=false"

@@ -23,7 +23,7 @@ from runner.parallel.parameter_update import sum_gradients
 from runner.parallel.replica import Replica
 from runner.training.mode import Axes, Parallel, ParallelModel, Recipe, check_divides
 from runner.training.model.activation_checkpointing import Extent
-from runner.training.model.submodules import called_modules, divided, offered, stages_or_children, whole_modules
+from runner.training.model.submodules import called_modules, is_divided, offered, stages_or_children, whole_modules
 from runner.training.refusal import Refusal
 
 
@@ -70,7 +70,7 @@ class FSDP(Parallel):
         mesh = mesh if axes.replicate > 1 else mesh["shard"]
         options: dict[str, Any] = {"reshard_after_forward": self.reshard_after_forward}
         if self.mixed_precision:
-            for layer in [part for part in recipe.module.modules() if is_batch_norm(part) and part not in divided]:
+            for layer in [part for part in recipe.module.modules() if is_batch_norm(part) and not is_divided(part)]:
                 # Its statistics are float32, and then its weights cannot be bfloat16.
                 recipe.materialize([layer])
                 fully_shard(layer, mesh=mesh, **options)

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from torch import nn
+
 from runner.distributed.sync_batch_norm import RecordBatchNorm
 from runner.distributed.world import World
 from runner.errors import InputError
@@ -11,8 +13,9 @@ from runner.training.draws.following import Draws
 from runner.training.draws.observed_draws import observe_draws
 from runner.training.dry_run import DryRun, check_training, dry_run
 from runner.training.mode import Parallel
-from runner.training.model.forward_calls import record_calls
+from runner.training.model.forward_calls import find_divided
 from runner.training.model.forward_state import restoring_all
+from runner.training.model.submodules import mark_as_divided
 from runner.training.sample_comparison import compare_samples
 from runner.training.state_check import StateOfForward, find_state
 
@@ -77,9 +80,10 @@ def run_dry(components: Components, recomputes: bool, compiles: bool, trains: bo
 
 
 def _run_forward(components: Components, recomputes: bool) -> Findings:
-    parallel = components.parallel
+    parallel, divided = components.parallel, list[nn.Module]()
     with restoring_all(components.module, components.objective):
         forward = dry_run(components)
         if parallel.shards_matrices or parallel.meta_init or recomputes:  # others treat the model as a whole
-            record_calls(components)
+            divided = find_divided(components)
+    mark_as_divided(divided)  # now, because attributes have been restored
     return Findings(forward)

@@ -28,6 +28,7 @@ class StateOfForward:
     parameters: list[str] = field(default_factory=list)  # those that a pass writes
     attributes: list[str] = field(default_factory=list)  # of the model
     of_objective: list[str] = field(default_factory=list)  # attributes of the objective or its loss
+    parts: list[Any] = field(default_factory=list)  # the modules and other objects to which all of these belong
 
     def warnings(self, choices: Mapping[str, str], objective: Objective) -> list[str]:
         """Return a warning about attributes, which no checkpoint contains."""
@@ -84,6 +85,8 @@ def find_state(components: Components) -> StateOfForward:
     state = StateOfForward()
     with suppress(Exception):
         probe(components.module, _find_state, state, components.objective, components.samples.batch([0, 0]))
+    for part in state.parts:
+        mark_as_stateful(part)  # now, because attributes have been restored
     return state
 
 
@@ -103,7 +106,7 @@ def _find_state(model: nn.Module, state: StateOfForward, objective: Objective, m
             state.parameters += [name for key, name in parameters.items() if key in written]
             for part in model.modules():
                 if any(id(parameter) in written for parameter in part.parameters(recurse=False)):
-                    mark_as_stateful(part)
+                    state.parts.append(part)
         changed = [(part, name) for part, name in before.changed() if not _is_kept(part, name)]
         parts = parts_of(model, objective)
         changed += [(part, name) for part in parts for name in getattr(part, "_non_persistent_buffers_set", ())]
@@ -123,7 +126,7 @@ def _find_state(model: nn.Module, state: StateOfForward, objective: Objective, m
         for (part, name), value in zip(changed, first, strict=True):
             if are_equal(value, frozen_value(_get(part, name))):
                 continue
-            mark_as_stateful(part)
+            state.parts.append(part)
             if id(part) in covered:
                 continue
             prefix = names.get(id(part))

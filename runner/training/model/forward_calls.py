@@ -14,18 +14,17 @@ from runner.objectives.objective import Objective
 from runner.training.components import Components
 from runner.training.model.deferred_init import RefusingMeta, UninitializedTensor, call_with, placeholders
 from runner.training.model.forward_state import restoring_state
-from runner.training.model.submodules import divided
 
 # Functions that return no tensor and depend on values, not only on a shape or a dtype.
 READERS = ("item", "tolist", "numpy", "equal", "allclose", "__bool__", "__float__", "__int__")
 
 
-def record_calls(components: Components) -> None:
-    """Add the modules that forward does not use as a whole to `divided`, in training and in evaluation.
+def find_divided(components: Components) -> list[nn.Module]:
+    """Return the modules that forward does not use as a whole, in training or in evaluation.
 
     Their parts are called instead of them, or code outside of their calls uses their parameters, or they write to their
-    inputs. Modules that no pass calls are not added, nor those that a pass would have called after an exception, which
-    training reports.
+    inputs. The modules that no pass calls are left out, and so are those that a pass would have called after an
+    exception, which training reports.
 
     Raises InputError if parameters are sharded, but forward uses a parameter by another reference than the attribute of
     its module, which the shards replace.
@@ -44,7 +43,6 @@ def record_calls(components: Components) -> None:
         pass
     finally:
         module.train()
-    divided.update(part for part in module.modules() if recording.divides(part))
     shards = components.parallel.shards_matrices
     if shards and (kept := [name for name, parameter in module.named_parameters() if parameter in recording.kept]):
         choices = components.choices
@@ -53,6 +51,7 @@ def record_calls(components: Components) -> None:
             "that is not an attribute of its module, such as an item of a list, and would not see the sharded "
             "parameter; try parallel=ddp"
         )
+    return [part for part in module.modules() if recording.divides(part)]
 
 
 def _run(model: nn.Module, recording: "_Recording", objective: Objective, micro_batch: MicroBatch) -> None:

@@ -4,7 +4,6 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -14,13 +13,10 @@ from runner.objectives.objective import Objective, separate_passes
 from runner.objectives.supervised import Supervised
 from runner.training.model.object_state import ObjectState
 
-# Objects whose attributes a forward changes, or whose parameters it writes, as `find_state` has seen; by their `id`.
-_stateful: WeakValueDictionary[int, Any] = WeakValueDictionary()
-
 
 def mark_as_stateful(part: Any) -> None:
     """Let `ForwardState` restore all that the object's attributes refer to, also the memory of its parameters."""
-    _stateful[id(part)] = part
+    vars(part)["_is_stateful"] = True  # without `__setattr__`, which a model may override
 
 
 def parts_of(*objects: Any) -> list[Any]:
@@ -40,8 +36,8 @@ class ForwardState:
 
     def __init__(self, *objects: Any):
         parts = parts_of(*objects)
-        self._objects = ObjectState([part for part in parts if _stateful.get(id(part)) is part], copies=True)
-        parts = [part for part in parts if _stateful.get(id(part)) is not part]
+        self._objects = ObjectState([part for part in parts if "_is_stateful" in vars(part)], copies=True)
+        parts = [part for part in parts if "_is_stateful" not in vars(part)]
         self._buffers = [
             (part._buffers, name, buffer, buffer.clone())
             for part in parts

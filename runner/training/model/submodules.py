@@ -1,19 +1,13 @@
 """Submodules of a model that sharding and activation checkpointing handle one by one."""
 
 import inspect
-from collections.abc import Iterator
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
-from weakref import WeakSet
 
 from torch import nn
 
 from runner.distributed.module_class import subclass_of
 from runner.errors import InputError
-
-_attached: WeakSet[nn.Module] = WeakSet()
-# Modules that forward does not use as a whole: see record_calls in runner.training.model.forward_calls.
-divided: WeakSet[nn.Module] = WeakSet()
 
 
 def attach_submodule(module: nn.Module, name: str, submodule: nn.Module) -> None:
@@ -26,12 +20,11 @@ def attach_submodule(module: nn.Module, name: str, submodule: nn.Module) -> None
             f"{type(submodule).__name__} would become the model's {name}, which exists; rename the model's attribute"
         )
     module.add_module(name, submodule)
-    _attached.add(submodule)
+    vars(module)["_attached_name"] = name  # without `__setattr__`, which a model may override
     if isinstance(module, nn.Sequential):
         sequential: Any = module
         kind: Any = type(module)
         sequential.__class__ = subclass_of(kind, _WithoutAttached)
-        sequential._attached_name = name
 
 
 class _WithoutAttached(nn.Sequential):
@@ -48,8 +41,7 @@ class _WithoutAttached(nn.Sequential):
 
 def attached_loss(module: nn.Module) -> nn.Module | None:
     """Return the attached loss, or None."""
-    loss = module._modules.get("loss")
-    return loss if loss in _attached else None
+    return module._modules["loss"] if vars(module).get("_attached_name") == "loss" else None
 
 
 def offered(model: nn.Module, name: str, *arguments: Any) -> Any:
@@ -66,7 +58,8 @@ def stages_or_children(model: nn.Module) -> list[nn.Module]:
     """Return the model's stages if it defines them, or else its children, without attached submodules."""
     if stages := offered(model, "stages"):
         return list(stages())
-    return [child for child in model.children() if child not in _attached]
+    attached_name = vars(model).get("_attached_name")
+    return [child for name, child in model.named_children() if name != attached_name]
 
 
 def called_modules(model: nn.Module, submodule: nn.Module) -> list[nn.Module]:
@@ -74,18 +67,31 @@ def called_modules(model: nn.Module, submodule: nn.Module) -> list[nn.Module]:
 
     A stage may be a temporary container of the model's modules; a ModuleList has no forward.
     """
-    return _outermost(submodule, set(model.modules()) - {model}, set())
+    accepted = set(model.modules()) - {model}
+    return _outermost(submodule, lambda module: module in accepted)
 
 
 def whole_modules(model: nn.Module, submodule: nn.Module) -> list[nn.Module]:
     """Return the outermost modules in a submodule that belong to the model, and that forward uses only by calls.
 
-    Without `record_calls`, they are the same as `called_modules`.
+    Unless a dry run has called `mark_as_divided`, they are the same as `called_modules`.
     """
-    return _outermost(submodule, set(model.modules()) - {model}, divided)
+    accepted = set(model.modules()) - {model}
+    return _outermost(submodule, lambda module: module in accepted and not is_divided(module))
 
 
-def _outermost(module: nn.Module, accepted: AbstractSet[nn.Module], refused: AbstractSet[nn.Module]) -> list[nn.Module]:
-    if module in accepted and module not in refused and type(module).forward is not nn.Module.forward:
+def _outermost(module: nn.Module, accepts: Callable[[nn.Module], bool]) -> list[nn.Module]:
+    if accepts(module) and type(module).forward is not nn.Module.forward:
         return [module]
-    return [part for child in module.children() for part in _outermost(child, accepted, refused)]
+    return [part for child in module.children() for part in _outermost(child, accepts)]
+
+
+def mark_as_divided(modules: Iterable[nn.Module]) -> None:
+    """Record that forward does not use these modules as a whole, as an attribute of each."""
+    for module in modules:
+        vars(module)["_is_divided"] = True
+
+
+def is_divided(module: nn.Module) -> bool:
+    """Return True if a dry run has found that forward does not use the module as a whole."""
+    return "_is_divided" in vars(module)
