@@ -11,7 +11,7 @@ from omegaconf import MISSING
 from runner.checkpoints import layout
 from runner.config.diagnostics.import_target import locate
 from runner.config.diagnostics.type_hints import show
-from runner.config.schema import OF_TASKS, SECTIONS, Config, apply_debug, as_config
+from runner.config.schema import FIXED_ON_RESUME, FREE_ON_RESUME, SECTIONS, Config, apply_debug, as_config
 from runner.errors import InputError
 from runner.records.attempts import initial_values
 from runner.records.custom_code import read_code
@@ -21,18 +21,6 @@ from runner.records.run_files import read_mapping
 from runner.records.run_record import DONE, find_run
 from runner.records.settings import CONFIG, dotted
 
-# Keys that only determine where and how a run is computed, recorded and observed. Their changes are not listed.
-FREE: tuple[str, ...] = (
-    *("task", "run", "code", "resume", "resume_force", "fork", "trust", "name", "outputs", "split", *OF_TASKS),
-    *("parallel", "backend", "launcher", "threads", "logger", "log_every", "checkpoint", "profile", "init_from"),
-    *("keep_samples", "train_metrics", "replay_every_steps"),
-    *("loader.num_workers", "loader.pin_memory", "loader.prefetch", "loader.timeout_s", "model.devices"),
-)
-# Keys that determine the model, the order of the data or a step. A resumed run refuses their changes.
-FIXED: tuple[str, ...] = (
-    *("seed", "model", "data", "val_fraction", "transforms", "transform_targets", "precision", "loss", "objective"),
-    *("freeze", "debug", "loader", "optimizer._target_"),
-)
 _TARGET = "._target_"
 _FORCE = "keep that, or add resume_force=true"
 
@@ -153,7 +141,11 @@ def _check_fixed(run: Path, config: Config, choices: Mapping[str, str | None]) -
     """Return a message for each change that the checkpoint of the last attempt does not allow."""
     before, options = read_config(run), read_choices(run)
     found = differences(_relevant(before), _relevant(config))
-    refused = {key: values for key, values in found.items() if _is_under(key, FIXED) or f"{key}{_TARGET}" in FIXED}
+    refused = {
+        key: values
+        for key, values in found.items()
+        if _is_under(key, FIXED_ON_RESUME) or f"{key}{_TARGET}" in FIXED_ON_RESUME
+    }
     patterns = [
         [" ".join(str(group[key]) for key in ("match", "_target_") if key in group) for group in groups or ()]
         for groups in (each.optimizer.get("groups") for each in (before, config))
@@ -196,7 +188,7 @@ def _newest_state(run: Path) -> layout.TrainState | None:
 def _relevant(config: Config) -> dict[str, Any]:
     """Return the values that may matter, by dotted key."""
     values = {key: value for key, value in asdict(config).items() if value != MISSING}
-    return {key: value for key, value in dotted(values).items() if not _is_under(key, FREE)}
+    return {key: value for key, value in dotted(values).items() if not _is_under(key, FREE_ON_RESUME)}
 
 
 def _is_under(key: str, names: tuple[str, ...]) -> bool:

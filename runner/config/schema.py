@@ -221,6 +221,20 @@ RULES: dict[str, Rule] = {  # by dotted key
     if isinstance(rule, Rule)
 }
 OF_TASKS = ("compare", "plan", "report", "export", "predict", "diff")  # sections of one task
+# Keys that determine what a command reads, does and writes, but not the experiment.
+OF_COMMANDS = ("task", "run", "code", "resume", "resume_force", "fork", "trust", "name", "outputs", "split", *OF_TASKS)
+# Keys that only determine where and how a run is computed, recorded and observed. Their changes are not listed.
+FREE_ON_RESUME: tuple[str, ...] = (
+    *OF_COMMANDS,
+    *("parallel", "backend", "launcher", "threads", "logger", "log_every", "checkpoint", "profile", "init_from"),
+    *("keep_samples", "train_metrics", "replay_every_steps"),
+    *("loader.num_workers", "loader.pin_memory", "loader.prefetch", "loader.timeout_s", "model.devices"),
+)
+# Keys that determine the model, the order of the data or a step. A resumed run refuses their changes.
+FIXED_ON_RESUME: tuple[str, ...] = (
+    *("seed", "model", "data", "val_fraction", "transforms", "transform_targets", "precision", "loss", "objective"),
+    *("freeze", "debug", "loader", "optimizer._target_"),
+)
 # Groups that are mappings of names, and the noun for one entry in messages.
 NAMED_GROUPS = {"logger": "a logger", "transforms": "a transform", "metrics": "a metric", "callbacks": "a callback"}
 

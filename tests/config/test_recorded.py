@@ -9,8 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from pages import Page
 
 from runner.config.resume import Arguments, add_recorded
+from runner.config.schema import FIXED_ON_RESUME, FREE_ON_RESUME, OF_COMMANDS
 
 SMALL = ("model=mlp", "model.hidden=[16]", "data.sample_shape=[1,8,8]", "batch_size=200", "logger=none", "threads=1")
 
@@ -24,6 +26,18 @@ def run(tmp_path: Path, here: Callable[..., int]) -> Path:
 
 def contents(path: Path) -> dict[str, bytes]:
     return {str(file): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
+
+
+def test_the_page_lists_the_keys_that_may_change_freely_or_never() -> None:
+    table = Page("runs.md").text.partition("## Keys that may change")[2]
+    free, fixed = (
+        {*re.findall(r"`([\w.]+)`", *re.findall(rf"^\| {start}.*\| (.*) \|$", table, re.MULTILINE))}
+        for start in ("may change freely", "are refused")
+    )
+    assert free == {*FREE_ON_RESUME} - {*OF_COMMANDS}
+    # The page names single options of some groups, and the only case in which the batch size may not change.
+    groups = {key.partition(".")[0] for key in fixed - {"batch_size"}}
+    assert groups == {key.partition(".")[0] for key in FIXED_ON_RESUME}
 
 
 @pytest.mark.fault("a resume with another seed, data, order or precision", outcome="refused")
