@@ -114,11 +114,11 @@ def _run(arguments: Arguments, multirun: bool, rank_info: RankInfo) -> int:
 
         tune_process()
         return run_sweep(arguments, rank_info, sys.orig_argv)[1]
-    config, request = prepare(arguments, rank_info, sys.orig_argv)
+    request = prepare(arguments, rank_info, sys.orig_argv)
     from runner.launchers.launch import launch_and_report
 
     tune_process()
-    return launch_and_report(config, request, rank_info)
+    return launch_and_report(request, rank_info)
 
 
 def _show(args: Namespace, overrides: list[str]) -> int:

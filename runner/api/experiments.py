@@ -37,7 +37,7 @@ def compose(overrides: Iterable[str] = (), config_dirs: Directories = ()) -> Con
         _call("compose", overrides, config_dirs) as (texts, directories),
         composing(texts, directories, multirun=False) as arguments,
     ):
-        return prepare(arguments, EMBEDDED, ())[0]
+        return prepare(arguments, EMBEDDED, ()).config
 
 
 def train(overrides: Iterable[str] = (), config_dirs: Directories = ()) -> Run:
@@ -54,15 +54,15 @@ def train(overrides: Iterable[str] = (), config_dirs: Directories = ()) -> Run:
         directory_file = Path(temporary, "directory")
         try:
             with composing(texts, directories, multirun=False) as arguments:
-                config, request = prepare(arguments, EMBEDDED, _command(texts, directories))
-                launcher = make_launcher(config)
-                if launches_jobs(config.task):
+                request = prepare(arguments, EMBEDDED, _command(texts, directories))
+                launcher = make_launcher(request.config)
+                if launches_jobs(request.config.task):
                     raise InputError(f"task={request.command.choices['task']} is not a single run; run it in a shell")
                 if launcher.queues or launcher.started_on_each:
                     name = request.command.choices["launcher"]
                     raise InputError(f"launcher={name} also runs on other machines; run it in a shell")
                 destination = replace(request.destination, file=str(directory_file))
-                launch(config, replace(request, destination=destination), EMBEDDED, launcher)
+                launch(replace(request, destination=destination), EMBEDDED, launcher)
         except (JobFailed, Preempted) as error:
             error.directory = directory_file.read_text() if directory_file.exists() else ""
             raise

@@ -9,11 +9,11 @@ from runner.config.compose import checked, compose, prepared_hydra
 from runner.config.custom_dirs import add_to_path
 from runner.config.diagnostics.overrides import refuse_overrides
 from runner.config.recorded_code import importing_code_of
+from runner.config.request import Request
 from runner.config.resume import Arguments, add_recorded
-from runner.config.schema import Config
 from runner.distributed.environment import RankInfo, run_in_progress
 from runner.errors import InputError
-from runner.records.run_directory import Command, Destination, Request
+from runner.records.run_directory import Command, Destination
 
 
 @contextmanager
@@ -28,18 +28,18 @@ def composing(overrides: list[str], config_dirs: list[str], multirun: bool) -> I
         yield arguments
 
 
-def prepare(arguments: Arguments, rank_info: RankInfo, words: Sequence[str]) -> tuple[Config, Request]:
-    """Return the checked configuration of one run, and its request. Raise InputError with every wrong value."""
+def prepare(arguments: Arguments, rank_info: RankInfo, words: Sequence[str]) -> Request:
+    """Return the request of one run, with its checked configuration. Raise InputError with every wrong value."""
     cfg = compose(arguments.overrides)
     config = checked(cfg, arguments.overrides)
     choices = dict(cfg.hydra.runtime.choices)
-    request = Request(
+    return Request(
+        config,
         Command(tuple(arguments.recorded), tuple(arguments.config_dirs), tuple(words), choices),
         Destination(arguments.directory or rank_info.directory),
         queued_overrides=tuple(arguments.launch_overrides),
         code_of=arguments.code_of,
     )
-    return config, request
 
 
 def _register_sweepers() -> None:

@@ -10,13 +10,13 @@ from typing import Any
 
 from runner.checkpoints.layout import TrainState, choose_checkpoint, list_checkpoints, step_of
 from runner.config.recorded import changed_since
-from runner.config.schema import Config
+from runner.config.request import Request
 from runner.distributed.world import World
 from runner.errors import InputError, as_input_error
 from runner.input.stream import UNKNOWN_LENGTH
 from runner.records.loggers.dashboard import read_ids
 from runner.records.monitor import Monitor
-from runner.records.run_directory import CHECKPOINTS, Destination, RunDirectory, new_directory
+from runner.records.run_directory import CHECKPOINTS, RunDirectory, new_directory
 from runner.records.run_files import METRICS, check_links, read_mapping, read_metrics
 from runner.records.run_lock import DEAD_AFTER_S
 from runner.records.run_record import RESULT
@@ -33,7 +33,7 @@ def count_samples(experiment: Experiment | None) -> dict[str, int]:
     return {split: count for split, count in counts.items() if count < UNKNOWN_LENGTH}
 
 
-def check_directory(directory: str | None, config: Config, experiment: Experiment | None) -> list[str]:
+def check_directory(directory: str | None, experiment: Experiment | None, resume_force: bool) -> list[str]:
     """Return the reasons why the job cannot resume the run in `directory`, which is None for a new run."""
     if directory is None:
         return []
@@ -48,7 +48,7 @@ def check_directory(directory: str | None, config: Config, experiment: Experimen
     recorded, now = before.get("samples"), count_samples(experiment).get("train")
     then = recorded.get("train") if isinstance(recorded, dict) else None
     has_changed = type(then) is int and now is not None and then != now
-    if not has_changed or config.resume_force or not list_checkpoints(path / CHECKPOINTS):
+    if not has_changed or resume_force or not list_checkpoints(path / CHECKPOINTS):
         return []
     return [
         f"data: there are {now:,} training samples, and the run in {path} was trained with {then:,}, on which its "
@@ -78,11 +78,12 @@ def copy_start(checkpoint: Path, directory: Path) -> None:
         shutil.copy2(checkpoint.parent.parent / METRICS, directory / METRICS)
 
 
-def agree_on_directory(config: Config, destination: Destination, world: World) -> Path:
+def agree_on_directory(request: Request, world: World) -> Path:
     """Return the run directory, which rank 0 creates for a new run. All ranks must call it.
 
     Raises InputError if it cannot be created, or if the run of `fork=` has no such checkpoint, or only damaged ones.
     """
+    config, destination = request.config, request.destination
 
     def create() -> str:
         if before := world.consensus.before_restart("directory"):
@@ -109,7 +110,7 @@ def agree_on_directory(config: Config, destination: Destination, world: World) -
 
 
 @contextmanager
-def locked(directory: RunDirectory, config: Config, mode: str, world: World) -> Iterator[None]:
+def locked(directory: RunDirectory, request: Request, world: World) -> Iterator[None]:
     """Lock the run directory for this world. All ranks must call it.
 
     Raise InputError if another world has locked it. A world that its agent has restarted takes over its own lock.
@@ -120,12 +121,12 @@ def locked(directory: RunDirectory, config: Config, mode: str, world: World) -> 
         number = int(before) if before is not None else None
         changed: dict[str, list[Any]] = {}
         with suppress(InputError):  # an earlier attempt left a damaged file, which is replaced
-            changed = changed_since(directory.path, config) if (directory.path / CONFIG).exists() else {}
+            changed = changed_since(directory.path, request.config) if (directory.path / CONFIG).exists() else {}
         directory.lock(
             number,
             hosts=world.local_ranks.hosts(),
             world_size=world.world_size,
-            parallel=mode,
+            parallel=request.command.choices["parallel"],
             changed=changed,
         )
         return str(directory.attempt.number)
@@ -150,10 +151,10 @@ class PastEvaluations:
     values: dict[int, float]  # of the monitor, by step
     checkpoints: list[int]  # the steps of the checkpoints on disk
 
-    def is_evaluation_due(self, config: Config, state: TrainState) -> bool:
+    def is_evaluation_due(self, state: TrainState, every_epochs: int, every_steps: int | None) -> bool:
         """Return True if the run stopped before an evaluation that was due."""
-        at_epoch_end = not state.step_in_epoch and state.epoch % config.eval_every == 0
-        at_step = config.eval_every_steps is not None and state.step % config.eval_every_steps == 0
+        at_epoch_end = not state.step_in_epoch and state.epoch % every_epochs == 0
+        at_step = every_steps is not None and state.step % every_steps == 0
         return state.step > 0 and (at_epoch_end or at_step) and max(self.values, default=0) < state.step
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from runner.config.custom_dirs import describe_hidden
 from runner.config.recorded_code import describe_code
-from runner.config.schema import Config
+from runner.config.request import Request
 from runner.config.validate import AUTO, check_fit
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import run_in_progress
@@ -39,7 +39,7 @@ from runner.jobs.micro_batches import (
 from runner.jobs.process_state import reset_process
 from runner.jobs.task import JobTask, check_size, make_task
 from runner.records.console import LOGS, logging_to
-from runner.records.run_directory import Request, RunDirectory
+from runner.records.run_directory import RunDirectory
 from runner.records.run_record import RunRecord, report_failure, watch_outcome
 from runner.training.build import Experiment, build
 from runner.training.model.initial_weights import find_initial_weights
@@ -48,7 +48,7 @@ from runner.training.trainer import count_steps
 log = logging.getLogger(__name__)
 
 
-def run_job(config: Config, request: Request, world: World) -> dict[str, float]:
+def run_job(request: Request, world: World) -> dict[str, float]:
     """Run one job on this rank, after those that determine `auto` in its configuration. All ranks must call it.
 
     Return its metrics. Raise InputError (nothing was written), Preempted (a signal stopped it) or JobFailed.
@@ -57,13 +57,13 @@ def run_job(config: Config, request: Request, world: World) -> dict[str, float]:
         if request.command.choices.get("parallel") == AUTO:
             from runner.jobs.mode_choice import choose_mode  # imported late, because other jobs do not need it
 
-            config, request = choose_mode(_run_once, config, request, world)
-        if config.micro_batches != AUTO:
-            return _run_once(config, request, world)
-        return run_until_it_fits(_run_once, config, request, world)
+            request = choose_mode(_run_once, request, world)
+        if request.config.micro_batches != AUTO:
+            return _run_once(request, world)
+        return run_until_it_fits(_run_once, request, world)
 
 
-def _run_once(config: Config, request: Request, world: World, may_double: bool | None = None) -> dict[str, float]:
+def _run_once(request: Request, world: World, may_double: bool | None = None) -> dict[str, float]:
     """Run the job once. Raises as run_job does, and TooLarge if `may_double` and smaller micro-batches may fit.
 
     `may_double` is None unless `micro_batches` was auto.
@@ -71,10 +71,10 @@ def _run_once(config: Config, request: Request, world: World, may_double: bool |
     The exception refers to no frame, and so to no model: a live DDP module would outlast its group (see
     runner.distributed.process_group).
     """
-    world.begin_job(as_backend(config.backend))
+    world.begin_job(as_backend(request.config.backend))
     raised: Exception
     try:
-        return _run(config, request, world, may_double)
+        return _run(request, world, may_double)
     except (InputError, Preempted, JobFailed) as error:
         raised = error.with_traceback(None)
         raised.__context__ = raised.__cause__ = None
@@ -92,17 +92,17 @@ def _run_once(config: Config, request: Request, world: World, may_double: bool |
     raise raised
 
 
-def _run(config: Config, request: Request, world: World, may_double: bool | None) -> dict[str, float]:
-    choices = request.command.choices
+def _run(request: Request, world: World, may_double: bool | None) -> dict[str, float]:
+    config, choices = request.config, request.command.choices
     world.consensus.load_kept()
-    task, experiment, crashed = _agree_on_input(config, request, world)
+    task, experiment, crashed = _agree_on_input(request, world)
     if experiment is not None and may_double is not None:
         experiment.warnings.extend(describe_choice(config.micro_batches, experiment))
-    directory = RunDirectory(agree_on_directory(config, request.destination, world), writes=world.rank == 0)
+    directory = RunDirectory(agree_on_directory(request, world), writes=world.rank == 0)
     directory.pruner = request.pruner
     report_late = partial(report_failure, directory.path)
     world.shutdown.begin_run(directory.path / LOGS, report_late, watch_outcome(directory.path), bool(may_double))
-    with locked(directory, config, choices["parallel"], world), logging_to(world.rank, directory.path) as console:
+    with locked(directory, request, world), logging_to(world.rank, directory.path) as console:
         record = RunRecord(
             directory.path,
             task=choices["task"],
@@ -124,7 +124,7 @@ def _run(config: Config, request: Request, world: World, may_double: bool | None
         try:
             if not (directory.is_resumed or config.fork) or (task is not None and not task.trains):
                 directory.commit()  # the task commits a resumed or forked run once it has loaded the checkpoint
-            for line in _describe_code(config, request, directory):
+            for line in _describe_code(request, directory):
                 log.info("%s", line)
             if crashed or task is None:
                 raise JobFailed(crashed)
@@ -163,19 +163,20 @@ def _form_group(world: World, experiment: Experiment | None) -> None:
             experiment.share_samples()
 
 
-def _describe_code(config: Config, request: Request, directory: RunDirectory) -> list[str]:
+def _describe_code(request: Request, directory: RunDirectory) -> list[str]:
     """Return the header lines about replaced options and, on the rank that writes, about custom code."""
     hidden = describe_hidden(request.command.config_dirs, request.command.choices)
     lines = [hidden] if hidden else []
     if (code := directory.record.code) and code["submitted"]:
         lines.append(f"code     as of {code['submitted']}, when the job was submitted")
+    config = request.config
     earlier = config.run or (directory.path if directory.is_resumed else config.fork)
     if directory.writes and earlier and (line := describe_code(Path(earlier), uses_copy=request.code_of is not None)):
         lines.append(line)
     return lines
 
 
-def _agree_on_input(config: Config, request: Request, world: World) -> tuple[JobTask | None, Experiment | None, str]:
+def _agree_on_input(request: Request, world: World) -> tuple[JobTask | None, Experiment | None, str]:
     """Return the task, its experiment, and the traceback of the first rank that crashed while it built them.
 
     Raises InputError on all ranks if any of them refuses the input.
@@ -183,7 +184,7 @@ def _agree_on_input(config: Config, request: Request, world: World) -> tuple[Job
     task, experiment, refused, crashed = None, None, list[str](), list[str]()
     try:
         with interruptible():
-            task, experiment = _build(config, request, world)
+            task, experiment = _build(request, world)
     except Stopped as error:
         world.shutdown.report_stop(str(error))
         raise
@@ -194,16 +195,17 @@ def _agree_on_input(config: Config, request: Request, world: World) -> tuple[Job
     except (Exception, SystemExit) as error:
         crashed = [_traceback(error)]
     if world.rank == 0:
+        config = request.config
         earlier = request.destination.directory or world.consensus.before_restart("directory") or config.fork
-        refused += check_directory(earlier, config, experiment)
+        refused += check_directory(earlier, experiment, config.resume_force)
     if refused := world.consensus.first_error("refused", refused):
         raise InputError(*refused)
     crashed = world.consensus.first_error("crashed", crashed)
     return task, experiment, crashed[0] if crashed else ""
 
 
-def _build(config: Config, request: Request, world: World) -> tuple[JobTask, Experiment | None]:
-    choices = request.command.choices
+def _build(request: Request, world: World) -> tuple[JobTask, Experiment | None]:
+    config, choices = request.config, request.command.choices
     init_from = find_initial_weights(config, request.destination.directory, world)
     messages = choose_devices(world)
     set_threads(world, config.threads)

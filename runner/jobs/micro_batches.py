@@ -4,12 +4,11 @@ import gc
 from collections.abc import Callable
 from dataclasses import replace
 
-from runner.config.schema import Config
+from runner.config.request import Request
 from runner.distributed.backend import as_backend
 from runner.distributed.sync_batch_norm import trains_batch_norm
 from runner.distributed.world import World
 from runner.errors import InputError, JobFailed
-from runner.records.run_directory import Command, Request
 from runner.training.build import Experiment
 from runner.training.components import make_parallel
 from runner.training.mode import Axes
@@ -42,37 +41,40 @@ def may_double_again(micro_batches: int, batch_size: int, axes: Axes, text: str)
 
 
 def run_until_it_fits(
-    run_once: Callable[[Config, Request, World, bool], dict[str, float]], config: Config, request: Request, world: World
+    run_once: Callable[[Request, World, bool], dict[str, float]], request: Request, world: World
 ) -> dict[str, float]:
     """Run the job with the planned number of micro-batches, and repeat it with more if a rank runs out of memory.
 
     The job is repeated in its run directory, from its last checkpoint if it has one. The run records the number that
     fits instead of auto. All ranks must call it. Raises InputError for a mode that can neither be planned nor repeated.
     """
-    mode = request.command.choices["parallel"]
-    is_repeatable = world.world_size == 1 or make_parallel(config.parallel, request.command.choices).fails_at_once
-    planned = _planned_count(config, request.command, world)
+    config, choices = request.config, request.command.choices
+    is_repeatable = world.world_size == 1 or make_parallel(config.parallel, choices).fails_at_once
+    planned = _planned_count(request, world)
     if planned is None and not is_repeatable:
         raise InputError(
-            f"micro_batches=auto: the model cannot be planned, and with parallel={mode} the other ranks would wait for "
-            "a rank that runs out of memory; try a number, or parallel=ddp"
+            f"micro_batches=auto: the model cannot be planned, and with parallel={choices['parallel']} the other "
+            "ranks would wait for a rank that runs out of memory; try a number, or parallel=ddp"
         )
     count = planned or 1
     while True:
         kept = [text for text in request.command.overrides if text.lstrip("+").partition("=")[0] != "micro_batches"]
-        settled = replace(request, command=replace(request.command, overrides=(*kept, f"micro_batches={count}")))
+        command = replace(request.command, overrides=(*kept, f"micro_batches={count}"))
+        settled = replace(request, config=replace(config, micro_batches=count), command=command)
         try:
-            return run_once(replace(config, micro_batches=count), settled, world, is_repeatable)
+            return run_once(settled, world, is_repeatable)
         except TooLarge as error:
             request = replace(request, destination=replace(request.destination, directory=error.directory))
         count *= 2
         gc.collect()  # autograd graphs of the failed steps
 
 
-def _planned_count(config: Config, command: Command, world: World) -> int | None:
+def _planned_count(request: Request, world: World) -> int | None:
     """Return the number of micro-batches according to rank 0's plan; None without a plan. All ranks must call it."""
     from runner.jobs.fit import count_that_fits, from_rank_0, plan_for  # imported late, because few jobs need them
     from runner.planning.modes import ModeConfig
+
+    config, command = request.config, request.command
 
     def plan() -> int | None:
         mode = ModeConfig(config, command.choices)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.config.compose import for_mode, modes_to_compare, prepared_hydra
-from runner.config.schema import Config
+from runner.config.request import Request
 from runner.config.validate import AUTO
 from runner.distributed.backend import as_backend
 from runner.distributed.world import World
@@ -22,7 +22,7 @@ from runner.planning.modes import ModeConfig, compose_modes
 from runner.records.attempts import error_line
 from runner.records.console import logging_to
 from runner.records.finding import CELLS
-from runner.records.run_directory import CHOICE, Command, Destination, Request
+from runner.records.run_directory import CHOICE, Destination
 from runner.records.run_files import read_mapping, write_atomically
 from runner.training.components import make_parallel
 
@@ -36,16 +36,16 @@ DROPPED = (
 )
 
 Modes = Mapping[str, ModeConfig | InputError]
-RunOnce = Callable[[Config, Request, World], dict[str, float]]
+RunOnce = Callable[[Request, World], dict[str, float]]
 
 
-def choose_mode(run_once: RunOnce, config: Config, request: Request, world: World) -> tuple[Config, Request]:
-    """Return the configuration and the request of the job with the fastest mode that fits. All ranks must call it.
+def choose_mode(run_once: RunOnce, request: Request, world: World) -> Request:
+    """Return the request of the job with the fastest mode that fits. All ranks must call it.
 
     The choice is recorded in the run directory, in the file CHOICE. A job that resumes the run in a world of the same
     size uses the recorded mode. Raises InputError if no mode fits, and Preempted as `run_once` does.
     """
-    command, destination = request.command, request.destination
+    config, command, destination = request.config, request.command, request.destination
     overrides, chosen = command.overrides, command.choices["parallel"]
     options = make_parallel(config.parallel, command.choices)
     assert isinstance(options, Auto)
@@ -59,10 +59,10 @@ def choose_mode(run_once: RunOnce, config: Config, request: Request, world: Worl
             choice = read_mapping(Path(directory, CHOICE))
             if choice.get("world_size") == world.world_size:
                 return choice
-        return {"candidates": _candidates(modes, config, command, world, options)}
+        return {"candidates": _candidates(modes, request, world, options)}
 
     choice = from_rank_0(world, as_backend(config.backend), candidates)
-    path = agree_on_directory(config, destination, world)
+    path = agree_on_directory(request, world)
     if "mode" in choice:
         for _ in range(choice["jobs"]):  # so that a restarted world numbers its jobs identically
             world.begin_job(as_backend(config.backend))
@@ -71,8 +71,9 @@ def choose_mode(run_once: RunOnce, config: Config, request: Request, world: Worl
             choice = _measure(run_once, modes, choice["candidates"], path, request, world)
     mode = modes[choice["mode"]]
     assert isinstance(mode, ModeConfig)
-    return replace(config, parallel=mode.config.parallel), replace(
+    return replace(
         request,
+        config=replace(config, parallel=mode.config.parallel),
         command=replace(
             command,
             overrides=tuple(for_mode(overrides, chosen, choice["mode"], ())),
@@ -82,41 +83,45 @@ def choose_mode(run_once: RunOnce, config: Config, request: Request, world: Worl
     )
 
 
-def _candidates(modes: Modes, config: Config, command: Command, world: World, options: Auto) -> dict[str, Any]:
+def _candidates(modes: Modes, request: Request, world: World, options: Auto) -> dict[str, Any]:
     """Return the modes to measure, the fastest according to the plan first, each with its number of micro-batches.
 
     Modes that are not equal to parallel=none are left out. Modes that cannot be planned, because the model reads values
     of tensors, come last. Raises InputError if no mode fits.
     """
     print(f"auto     planning {', '.join(modes)}", flush=True)
-    cells = plan_for(world, modes, command.config_dirs, memory_gib=options.memory_gib, device=options.device)
+    config_dirs = request.command.config_dirs
+    cells = plan_for(world, modes, config_dirs, memory_gib=options.memory_gib, device=options.device)
     if all(cell.is_refused for cell in cells):
         raise InputError(*dict.fromkeys(f"parallel={cell.mode}: {cell.reason}" for cell in cells))
-    counts = {cell.mode: _micro_batches(cell, config) for cell in cells}
+    config = request.config
+    counts = {cell.mode: _micro_batches(cell, config.micro_batches, config.batch_size) for cell in cells}
     fitting = [cell for cell in cells if not cell.is_refused and cell.is_exact and counts[cell.mode]]
     if not fitting:
-        raise InputError(_describe_need(cells, modes, config, command, world, options))
+        raise InputError(_describe_need(cells, modes, request, world, options))
     fitting.sort(key=lambda cell: -cell.samples_per_s)
     return {cell.mode: counts[cell.mode] for cell in fitting[: options.candidates]}
 
 
-def _micro_batches(cell: Cell, config: Config) -> int | None:
-    """Return the number of micro-batches with which the mode of the cell fits; None if it does not fit."""
+def _micro_batches(cell: Cell, wanted: int | str, batch_size: int) -> int | None:
+    """Return the number of micro-batches with which the mode of the cell fits; None if it does not fit.
+
+    wanted: The value of micro_batches, a number or auto.
+    """
     if not cell.ranks:
-        return 1 if config.micro_batches == AUTO else int(config.micro_batches)
-    if config.micro_batches == AUTO:
-        return count_that_fits(cell, config.batch_size)
-    return int(config.micro_batches) if cell.fits else None
+        return 1 if wanted == AUTO else int(wanted)
+    if wanted == AUTO:
+        return count_that_fits(cell, batch_size)
+    return int(wanted) if cell.fits else None
 
 
-def _describe_need(
-    cells: list[Cell], modes: Modes, config: Config, command: Command, world: World, options: Auto
-) -> str:
+def _describe_need(cells: list[Cell], modes: Modes, request: Request, world: World, options: Auto) -> str:
     """Return the error for a model that fits in no mode, with the smallest world size in which it would fit."""
     exact = [cell for cell in cells if cell.ranks and cell.is_exact]
     if not exact:
         return "parallel=auto: no supported mode is equal to parallel=none; choose a mode"
     least = min(exact, key=lambda cell: cell.peak)
+    config = request.config
     is_auto, ranks = config.micro_batches == AUTO, quantity(world.world_size, "rank")
     text = (
         f"parallel=auto: the model does not fit into {least.limit / GIB:.3g} GiB per rank on {ranks}: the smallest "
@@ -124,9 +129,12 @@ def _describe_need(
     )
     size = 2 * world.world_size
     while size <= LARGEST_WORLD:
-        cells = plan_for(world, modes, command.config_dirs, size, memory_gib=options.memory_gib, device=options.device)
-        if fitting := [cell for cell in cells if cell.ranks and cell.is_exact and _micro_batches(cell, config)]:
-            return f"{text}; parallel={fitting[0].mode} fits on {size} ranks"
+        cells = plan_for(
+            world, modes, request.command.config_dirs, size, memory_gib=options.memory_gib, device=options.device
+        )
+        for cell in cells:
+            if cell.ranks and cell.is_exact and _micro_batches(cell, config.micro_batches, config.batch_size):
+                return f"{text}; parallel={cell.mode} fits on {size} ranks"
         size *= 2
     return f"{text}; try activation_checkpointing=full{'' if is_auto else ', micro_batches=auto'} or a smaller model"
 
@@ -149,13 +157,14 @@ def _measure(
         num_jobs += 1
         measured = replace(
             request,
+            config=replace(mode.config, micro_batches=count),
             command=replace(
                 request.command, overrides=(*mode.overrides, f"micro_batches={count}"), choices=mode.choices
             ),
             destination=Destination(str(path / CELLS / name)),
         )
         try:
-            metrics = run_once(replace(mode.config, micro_batches=count), measured, world)
+            metrics = run_once(measured, world)
             rates[name] = max(rates.get(name, 0.0), metrics["samples_per_second"])
         except (InputError, JobFailed) as error:
             rates.pop(name, None)

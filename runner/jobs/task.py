@@ -8,10 +8,11 @@ from rich.console import Console
 
 from runner.config.diagnostics.import_target import locate
 from runner.config.instantiate import check_contract, make_group
+from runner.config.request import Request
 from runner.config.schema import Config
 from runner.distributed.environment import RankInfo
 from runner.distributed.world import World
-from runner.records.run_directory import Request, RunDirectory
+from runner.records.run_directory import RunDirectory
 
 
 class Task(ABC):
@@ -54,7 +55,7 @@ class LaunchingTask(Task):
     needs_experiment: bool = False
 
     @abstractmethod
-    def launch_jobs(self, config: Config, request: Request, rank_info: RankInfo) -> dict[str, float]:
+    def launch_jobs(self, request: Request, rank_info: RankInfo) -> dict[str, float]:
         """Run the task in each process of the command. Return its metrics, or raise as runner.jobs.job.run_job does."""
 
 

@@ -4,10 +4,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 
-from runner.config.schema import Config
+from runner.config.request import Request
 from runner.distributed.environment import RankInfo
 from runner.distributed.rendezvous import JOIN_TIMEOUT_S
-from runner.records.run_directory import Request
 
 
 class Launcher(ABC):
@@ -23,7 +22,7 @@ class Launcher(ABC):
     join_timeout_s: float = JOIN_TIMEOUT_S  # that a process waits for the others to join
 
     @abstractmethod
-    def launch(self, config: Config, request: Request, rank_info: RankInfo) -> dict[str, float]:
+    def launch(self, request: Request, rank_info: RankInfo) -> dict[str, float]:
         """Run the job to its end. Return rank 0's metrics, or raise as runner.jobs.job.run_job does."""
 
 
@@ -40,7 +39,7 @@ class Queue(Launcher):
     dry_run: bool = False  # the jobs are printed instead of submitted, and nothing is written
 
     @abstractmethod
-    def submit_sweep(self, jobs: Sequence[tuple[Config, Request]], directory: Path) -> list[str]:
+    def submit_sweep(self, jobs: Sequence[Request], directory: Path) -> list[str]:
         """Submit jobs of the sweep in this directory. Return a name for each; [] if `dry_run`.
 
         All jobs have the options of this launcher. Raises InputError if the queue refuses the jobs.

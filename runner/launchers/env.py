@@ -1,12 +1,11 @@
 """launcher=env: the ranks exist already, or the world is one process."""
 
-from runner.config.schema import Config
+from runner.config.request import Request
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.rendezvous import join
 from runner.jobs.job import run_job
 from runner.launchers.contract import Launcher
-from runner.records.run_directory import Request
 
 
 class Env(Launcher):
@@ -16,8 +15,8 @@ class Env(Launcher):
         check_options(join_timeout_s)
         self.join_timeout_s = join_timeout_s
 
-    def launch(self, config: Config, request: Request, rank_info: RankInfo) -> dict[str, float]:
-        return run_job(config, request, join(rank_info, as_backend(config.backend), self.join_timeout_s))
+    def launch(self, request: Request, rank_info: RankInfo) -> dict[str, float]:
+        return run_job(request, join(rank_info, as_backend(request.config.backend), self.join_timeout_s))
 
 
 def check_options(join_timeout_s: float, max_restarts: int = 0, **counts: int | None) -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from runner.config.diagnostics.import_target import locate
 from runner.config.instantiate import check_contract, make_group
+from runner.config.request import Request
 from runner.config.schema import Config
 from runner.config.validate import check_fit
 from runner.distributed.backend import as_backend
@@ -16,7 +17,6 @@ from runner.jobs.task import JobTask, LaunchingTask, check_size, launches_jobs, 
 from runner.launchers.contract import Launcher
 from runner.launchers.env import Env
 from runner.optimization.optimizers import try_options
-from runner.records.run_directory import Request
 from runner.training.components import make_logger, make_parallel
 from runner.training.mode import resolve
 from runner.training.model.initial_weights import locate_initial_weights
@@ -33,9 +33,10 @@ def make_launcher(config: Config) -> Launcher:
     return launcher
 
 
-def launch(config: Config, request: Request, rank_info: RankInfo, launcher: Launcher | None = None) -> dict[str, float]:
+def launch(request: Request, rank_info: RankInfo, launcher: Launcher | None = None) -> dict[str, float]:
     """Run the job by its launcher. Return the metrics, or raise as runner.jobs.job.run_job does."""
-    launcher, choices = launcher or make_launcher(config), request.command.choices
+    config, choices = request.config, request.command.choices
+    launcher = launcher or make_launcher(config)
     if launcher.queues and rank_info.directory:  # this process belongs to the queued job
         launcher = Env(launcher.join_timeout_s)
     if launcher.queues:
@@ -45,7 +46,7 @@ def launch(config: Config, request: Request, rank_info: RankInfo, launcher: Laun
             request = replace(request, command=replace(request.command, overrides=request.queued_overrides))
     if launches_jobs(config.task):
         task: LaunchingTask = make_task(config.task, LaunchingTask)
-        return task.launch_jobs(config, request, rank_info)
+        return task.launch_jobs(request, rank_info)
     if launcher.starts_processes and not rank_info.may_start_processes:
         raise InputError(
             f"launcher={choices['launcher']} starts processes itself, but {rank_info.source} has started this "
@@ -53,20 +54,20 @@ def launch(config: Config, request: Request, rank_info: RankInfo, launcher: Laun
         )
     if launcher.world_size is not None:
         check_ahead(config, choices, launcher.world_size)
-    return launcher.launch(config, request, rank_info)
+    return launcher.launch(request, rank_info)
 
 
-def launch_and_report(config: Config, request: Request, rank_info: RankInfo) -> int:
+def launch_and_report(request: Request, rank_info: RankInfo) -> int:
     """Run one job, leave its world, and return the exit status."""
     status, lines = 0, []
     launcher: Launcher | None = None
     try:
-        launcher = make_launcher(config)
+        launcher = make_launcher(request.config)
     except InputError as error:
         lines = error.messages
     try:
         timeout_s = launcher.join_timeout_s if launcher else JOIN_TIMEOUT_S
-        world = join(rank_info, as_backend(config.backend), timeout_s)
+        world = join(rank_info, as_backend(request.config.backend), timeout_s)
     except InputError as error:
         print_messages(error.messages)
         return 2
@@ -75,7 +76,7 @@ def launch_and_report(config: Config, request: Request, rank_info: RankInfo) -> 
     try:
         if lines := world.consensus.first_error("composed", lines):
             raise InputError(*lines)
-        launch(config, request, rank_info, launcher)
+        launch(request, rank_info, launcher)
     except InputError as error:
         status, lines = 2, error.messages
     except Preempted:

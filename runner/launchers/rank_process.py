@@ -11,7 +11,7 @@ from dataclasses import replace
 from multiprocessing import forkserver, resource_tracker
 
 from runner.config.recorded_code import importing_code_of
-from runner.config.schema import Config
+from runner.config.request import Request
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import find_rank_info
 from runner.distributed.failures import signals
@@ -20,13 +20,12 @@ from runner.errors import InputError, JobFailed, Preempted
 from runner.jobs.job import run_job
 from runner.jobs.process_tuning import tune_process
 from runner.process.standard_streams import open_streams
-from runner.records.run_directory import Request
 
 Outcome = dict[str, float] | BaseException  # the metrics, or what the job has raised
 FAILURE_REPORTED = 75  # exit status of a rank whose failure has been reported; sysexits.h's EX_TEMPFAIL
 
 
-def run_rank(config: Config, request: Request, join_timeout_s: float, source: str) -> Outcome:
+def run_rank(request: Request, join_timeout_s: float, source: str) -> Outcome:
     """Run one rank in its own process, in the environment that torch's agent has set. Return its outcome."""
     # From here on the process receives signals, and forks its loader workers itself: a fork server for them would
     # outlive it.
@@ -38,13 +37,13 @@ def run_rank(config: Config, request: Request, join_timeout_s: float, source: st
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     rank_info = replace(find_rank_info(), source=source, restart=0, restart_file=f"{request.destination.file}-restart")
     try:
-        world = join(rank_info, as_backend(config.backend), join_timeout_s)
+        world = join(rank_info, as_backend(request.config.backend), join_timeout_s)
     except (InputError, Preempted) as error:
         return error
     outcome: Outcome
     try:
         with importing_code_of(request.code_of):
-            outcome = run_job(config, request, world)
+            outcome = run_job(request, world)
     except JobFailed:
         world.shutdown.report_before_exit(lambda: None)  # the agent terminates the others as soon as one has exited
         sys.exit(FAILURE_REPORTED)  # an agent regards a rank that returns as finished, and waits for other machines

@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousParameters,
 )
 
-from runner.config.schema import Config
+from runner.config.request import Request
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.machine import check_shared_memory
@@ -26,7 +26,7 @@ from runner.launchers.elastic import Ranks, recording_directory, run_worlds
 from runner.launchers.env import check_options
 from runner.launchers.node_rendezvous import Nodes, OneMachine
 from runner.launchers.rank_process import forwarding_signals, run_rank, start_fork_server
-from runner.records.run_directory import Destination, Request
+from runner.records.run_directory import Destination
 
 LAST_CALL_S = 30  # for which the minimum number of machines waits for more machines
 REPORT_S = 20.0  # for the ranks to report that a machine does not respond, after backend.timeout_s
@@ -65,17 +65,17 @@ class Torchrun(Launcher):
         self.world_size = self.max_nodes * nproc_per_node if self.max_nodes == self.min_nodes else None
         self.join_timeout_s = join_timeout_s
 
-    def launch(self, config: Config, request: Request, rank_info: RankInfo) -> dict[str, float]:
+    def launch(self, request: Request, rank_info: RankInfo) -> dict[str, float]:
         check_shared_memory(f"launcher={self.source}")
         start_fork_server()
         with (
             forwarding_signals(rank_info.is_embedded) as received,
             recording_directory(request.destination) as destination,
         ):
-            arguments = (config, replace(request, destination=destination), self.join_timeout_s, self.source)
+            arguments = (replace(request, destination=destination), self.join_timeout_s, self.source)
             ranks = Ranks(self.nproc_per_node, run_rank, arguments)
             # The ranks must report a lost machine before the agent notices it and terminates them.
-            return self.run(ranks, destination, received, as_backend(config.backend).timeout_s + REPORT_S)
+            return self.run(ranks, destination, received, as_backend(request.config.backend).timeout_s + REPORT_S)
 
     def run(
         self, ranks: Ranks, destination: Destination, received: Sequence[str], timeout_s: float | None = None

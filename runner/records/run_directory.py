@@ -55,17 +55,6 @@ class Destination:
         return file.read_text() if file and file.exists() else self.directory
 
 
-@dataclass(frozen=True)
-class Request:
-    """The request to run a job."""
-
-    command: Command = Command()
-    destination: Destination = Destination()
-    pruner: Callable[[int, dict[str, float]], bool] | None = None  # (step, metrics) -> whether to prune the run
-    queued_overrides: tuple[str, ...] = ()  # of a queued job's processes, if they differ from those of the command
-    code_of: str | None = None  # the run whose copy of the custom modules is imported; None for the current files
-
-
 class RunDirectory:
     """The files of one run. Only rank 0 writes; the other ranks have an instance with `writes=False`.
 

@@ -8,13 +8,13 @@ from typing import cast
 from runner.config.custom_dirs import searched_dirs
 from runner.config.diagnostics.import_target import locate
 from runner.config.help.config_tree import ConfigTree
+from runner.config.request import Request
 from runner.config.schema import Config
 from runner.distributed.environment import RankInfo
 from runner.errors import InputError, JobFailed, print_messages
 from runner.launchers.contract import Queue
 from runner.paths import CONF
 from runner.records.ledger import JobRecord, read_ledger
-from runner.records.run_directory import Request
 from runner.records.run_record import DONE, LOST, RUNNING
 
 UNDECIDED = ("queued", RUNNING, LOST)
@@ -60,7 +60,7 @@ def check_launchers(
     return True, queues[0].dry_run
 
 
-def submit(queued: Sequence[tuple[JobRecord, Config, Request]], directory: Path, record: Callable[..., None]) -> bool:
+def submit(queued: Sequence[tuple[JobRecord, Request]], directory: Path, record: Callable[..., None]) -> bool:
     """Submit the jobs, as many at once as their queue accepts. Return True if they may still be in the queue.
 
     record(job, state, **facts) is called for each submitted job. Raises InputError if no job was accepted. Prints a
@@ -68,18 +68,19 @@ def submit(queued: Sequence[tuple[JobRecord, Config, Request]], directory: Path,
     """
     from runner.launchers.launch import make_launcher
 
-    groups: dict[str, list[tuple[JobRecord, Config, Request]]] = {}  # by launcher options
-    for each in queued:
-        groups.setdefault(json.dumps(each[1].launcher, sort_keys=True, default=str), []).append(each)
+    groups: dict[str, list[tuple[JobRecord, Request]]] = {}  # by launcher options
+    for job, request in queued:
+        options = json.dumps(request.config.launcher, sort_keys=True, default=str)
+        groups.setdefault(options, []).append((job, request))
     queues, num_queued = [], 0
     for group in groups.values():
-        config = group[0][1]
+        config = group[0][1].config
         queue = cast(Queue, make_launcher(config))
         queues.append(queue)
         size = queue.max_jobs() or len(group)
         for batch in (group[first : first + size] for first in range(0, len(group), size)):
             try:
-                names = queue.submit_sweep([(config, request) for _, config, request in batch], directory)
+                names = queue.submit_sweep([request for _, request in batch], directory)
             except InputError as error:
                 if not num_queued:
                     raise
@@ -88,7 +89,7 @@ def submit(queued: Sequence[tuple[JobRecord, Config, Request]], directory: Path,
                 print_messages([*error.messages, f"{summary}; {resume}"])
                 raise JobFailed(summary) from None
             num_queued += len(names)
-            for (job, _, _), name in zip(batch, names, strict=False):  # printed jobs have no names
+            for (job, _), name in zip(batch, names, strict=False):  # printed jobs have no names
                 record(job, "queued", queued_as=name, queue=config.launcher["_target_"])
     have_ended = [queue.wait_for_sweep() for queue in queues]
     return bool(queues) and not all(have_ended)

@@ -16,14 +16,14 @@ from runner.process.standard_streams import open_streams
 def main() -> int:
     """Run the job that standard input describes. Return the exit status that it would have as a separate command."""
     # A pipe to which only the sweep's process writes. It stays open until that process exits.
-    config, request, cores, gpus = pickle.load(sys.stdin.buffer)
+    request, cores, gpus = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_die_with_sweep, daemon=True, name="sweep").start()
     confine(cores, gpus)
     add_to_path(request.command.config_dirs)
     from runner.launchers.launch import launch_and_report
 
     tune_process()
-    return launch_and_report(config, request, RankInfo())
+    return launch_and_report(request, RankInfo())
 
 
 def confine(cores: list[int], gpus: list[int]) -> None:

@@ -15,13 +15,13 @@ from typing import IO, Any
 from omegaconf import DictConfig
 
 from runner.config.compose import checked
+from runner.config.request import Request
 from runner.config.schema import Config
 from runner.distributed.backend import as_backend
 from runner.distributed.failures.signals import handling_signals, received
 from runner.distributed.machine import allowed_cores
 from runner.errors import InputError
 from runner.records.ledger import JobRecord
-from runner.records.run_directory import Request
 from runner.records.run_record import NOT_RUN, RUNNING, find_run
 from runner.records.tables import format_number
 from runner.sweeps.sweep import Sweep
@@ -73,9 +73,9 @@ def run_in_slots(sweep: Sweep, composed: Sequence[DictConfig], first: int, num_s
     waiting = []
     for job, cfg in zip(sweep.jobs[first:], composed, strict=True):
         overrides = list(cfg.hydra.overrides.task)
-        request = sweep.request(job, overrides, dict(cfg.hydra.runtime.choices))
-        waiting.append((job, checked(cfg, overrides), request))
-    configs = [config for _, config, _ in waiting]
+        choices = dict(cfg.hydra.runtime.choices)
+        waiting.append((job, sweep.request(job, checked(cfg, overrides), overrides, choices)))
+    configs = [request.config for _, request in waiting]
     check_slots(num_slots, configs)
     slots = _Slots(sweep, waiting, num_slots, _count_gpus(configs))
     deadline: float | None = None  # of the running jobs, after a signal
@@ -101,11 +101,11 @@ class _Slots:
     """The slots with their devices, the jobs that wait for slots, and the jobs that run.
 
     Attributes:
-        waiting: The jobs that have not started, in their order, with their configurations and requests.
+        waiting: The jobs that have not started, in their order, with their requests.
         running: The jobs whose processes have been started and whose outcomes have not been recorded.
     """
 
-    def __init__(self, sweep: Sweep, waiting: list[tuple[JobRecord, Config, Request]], num_slots: int, num_gpus: int):
+    def __init__(self, sweep: Sweep, waiting: list[tuple[JobRecord, Request]], num_slots: int, num_gpus: int):
         self.waiting = waiting
         self.running: list[RunningJob] = []
         self._sweep, self._num_jobs = sweep, len(waiting)
@@ -115,15 +115,18 @@ class _Slots:
 
     def start_jobs(self) -> None:
         """Start waiting jobs in their order until the next one needs more slots than are free, or a signal arrives."""
-        while self.waiting and not received() and len(self._free) >= (size := count_ranks(self.waiting[0][1].launcher)):
-            job, config, request = self.waiting.pop(0)
+        while self.waiting and not received():
+            job, request = self.waiting[0]
+            if len(self._free) < (size := count_ranks(request.config.launcher)):
+                return
+            self.waiting.pop(0)
             if self._sweep.skips(job):
                 continue
             slots, self._free = self._free[:size], self._free[size:]
             number, listed = self._num_jobs - len(self.waiting), ", ".join(map(str, slots))
             print(f"job {number} of {self._num_jobs} on slot {listed}: {job.label}", flush=True)
             cores, gpus = ([each for slot in slots for each in of[slot]] for of in (self._cores, self._gpus))
-            self.running.append(_start(self._sweep, job, slots, pickle.dumps((config, request, cores, gpus))))
+            self.running.append(_start(self._sweep, job, slots, pickle.dumps((request, cores, gpus))))
 
     def record_ended(self, stopped: bool) -> None:
         """Record the jobs that have ended, and free their slots. `stopped` is True if they were signaled to stop."""

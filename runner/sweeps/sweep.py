@@ -12,6 +12,7 @@ from omegaconf import DictConfig, read_write
 from runner.config.custom_dirs import add_to_path
 from runner.config.pointers import pointer_to
 from runner.config.recorded_code import importing_code_of
+from runner.config.request import Request
 from runner.config.resume import Arguments
 from runner.config.schema import Config
 from runner.distributed.backend import as_backend
@@ -20,7 +21,7 @@ from runner.distributed.failures.signals import forget_signal, received
 from runner.errors import InputError, JobFailed, Preempted, as_input_error, print_messages
 from runner.records import ledger
 from runner.records.ledger import JobRecord, SweepRecord, is_stop_requested, job_of, read_ledger
-from runner.records.run_directory import Command, Destination, Request, new_directory
+from runner.records.run_directory import Command, Destination, new_directory
 from runner.records.run_record import DONE, find_run
 from runner.sweeps.jobs import Composer, check_shared, new_job, number_jobs, shared_values
 from runner.sweeps.queues import check_launchers, find_unfinished
@@ -52,7 +53,7 @@ class Sweep:
     arguments: list[str]
     jobs: list[JobRecord] = field(default_factory=list)
     queues: bool = False
-    queued: list[tuple[JobRecord, Config, Request]] = field(default_factory=list)
+    queued: list[tuple[JobRecord, Request]] = field(default_factory=list)
     dry_run: bool = False
     is_new: bool = False
     pruners: dict[int, TrialPruner] = field(default_factory=dict)
@@ -147,18 +148,17 @@ class Sweep:
         add_to_path(self.record.config_dirs)  # a process of Hydra's launcher has not added them yet
         if self.rank_info.rank == 0 and not self.queues:
             print(f"\njob {position + 1} of {len(self.jobs)}: {job.label}", flush=True)
-        request = self.request(job, overrides, dict(hydra.runtime.choices))
         try:
-            config = checked(cfg, overrides)
-            launcher = make_launcher(config)
+            request = self.request(job, checked(cfg, overrides), overrides, dict(hydra.runtime.choices))
+            launcher = make_launcher(request.config)
             if launcher.queues:
-                self.queued.append((job, config, request))
+                self.queued.append((job, request))
                 return {}
             if self.skips(job):
                 return {}
             self.write_state(job, "running")
             with importing_code_of(self.given.code_of):  # another process may have composed the jobs
-                metrics = launch(config, request, self.rank_info, launcher)
+                metrics = launch(request, self.rank_info, launcher)
         except BaseException as error:
             if isinstance(error, InputError) and self.rank_info.rank == 0:
                 print_messages(error.messages)
@@ -190,9 +190,10 @@ class Sweep:
             print(f"{job.label} was {text}", flush=True)
         return True
 
-    def request(self, job: JobRecord, overrides: list[str], choices: dict[str, str]) -> Request:
+    def request(self, job: JobRecord, config: Config, overrides: list[str], choices: dict[str, str]) -> Request:
         """Return the request of a job. `overrides` are those with which it is composed."""
         return Request(
+            config,
             Command(tuple(overrides), tuple(self.record.config_dirs), tuple(self.record.command), choices),
             Destination(str(job.directory)),
             pruner=self.pruners.get(job.number),

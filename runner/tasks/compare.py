@@ -8,7 +8,8 @@ from pathlib import Path
 from runner.checkpoints.layout import list_checkpoints
 from runner.checkpoints.saved_state import open_checkpoint
 from runner.checkpoints.shard_file import SavedTensor
-from runner.config.schema import Config
+from runner.config.request import Request
+from runner.config.schema import Comparison
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.rendezvous import join
@@ -17,7 +18,7 @@ from runner.jobs.task import LaunchingTask
 from runner.records.attempts import error_line
 from runner.records.console import logging_to
 from runner.records.finding import CELLS
-from runner.records.run_directory import CHECKPOINTS, Command, Destination, Request, RunDirectory, new_directory
+from runner.records.run_directory import CHECKPOINTS, Command, Destination, RunDirectory, new_directory
 from runner.records.run_record import RunRecord
 from runner.records.tables import csv_table, format_number, markdown_table, text_table
 
@@ -74,10 +75,10 @@ class Compare(LaunchingTask):
 
     section = "compare"
 
-    def launch_jobs(self, config: Config, request: Request, rank_info: RankInfo) -> dict[str, float]:
+    def launch_jobs(self, request: Request, rank_info: RankInfo) -> dict[str, float]:
         """Measure every cell, save the table, and return each cell's samples per second. All ranks must call it."""
-        command = request.command
-        cells = _cells(config, command, rank_info)
+        config, command = request.config, request.command
+        cells = _cells(config.compare, command.choices["parallel"], rank_info)
         world = join(rank_info, as_backend(config.backend))
         world.begin_job(as_backend(config.backend))
         path = Path(world.consensus.broadcast("compare", lambda: str(new_directory(config.outputs, config.name))))
@@ -106,11 +107,11 @@ class Compare(LaunchingTask):
         return rates
 
 
-def _cells(config: Config, command: Command, rank_info: RankInfo) -> list[ComparedCell]:
+def _cells(options: Comparison, mode: str, rank_info: RankInfo) -> list[ComparedCell]:
     from runner.config.compose import modes_to_compare  # the command line imports tasks before it composes
 
-    modes = modes_to_compare(command.choices["parallel"], "compare.modes", config.compare.modes)
-    sizes = config.compare.world_sizes if rank_info.world_size == 1 else [rank_info.world_size]
+    modes = modes_to_compare(mode, "compare.modes", options.modes)
+    sizes = options.world_sizes if rank_info.world_size == 1 else [rank_info.world_size]
     cells = [ComparedCell(mode, size) for size in sizes for mode in modes]
     if rank_info.world_size > 1:
         return cells  # this world cannot run the reference, a world of one process
@@ -132,7 +133,7 @@ def _measure(cell: ComparedCell, path: Path, command: Command, rank_info: RankIn
         cfg = compose(overrides)
         config = checked(cfg, overrides)
         command = replace(command, overrides=tuple(overrides), choices=dict(cfg.hydra.runtime.choices))
-        cell.metrics = launch(config, Request(command, Destination(str(path / CELLS / cell.name))), rank_info)
+        cell.metrics = launch(Request(config, command, Destination(str(path / CELLS / cell.name))), rank_info)
     except InputError as error:
         cell.remark = f"skipped: {error.messages[0]}"
     except JobFailed as error:

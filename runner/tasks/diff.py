@@ -1,6 +1,5 @@
 """task=diff: whether two runs agree up to rounding, and otherwise the first step at which they differ."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -10,14 +9,14 @@ from runner.config.diagnostics.type_hints import show
 from runner.config.pointers import pointer_to, quote
 from runner.config.recorded import read_config
 from runner.config.recorded_code import RECORDED
-from runner.config.schema import Config
+from runner.config.request import Request
 from runner.distributed.environment import RankInfo
 from runner.errors import InputError, JobFailed, quantity
 from runner.jobs.task import LaunchingTask
 from runner.launchers.launch import launch
 from runner.optimization.parameter_patterns import counted
 from runner.records.logged_numbers import NumberComparison, compare_numbers, default_tolerance
-from runner.records.run_directory import CHECKPOINTS, Request
+from runner.records.run_directory import CHECKPOINTS
 from runner.records.run_record import find_run
 from runner.tasks.rerun import possible_causes
 from runner.tasks.trace import TRACE, find_difference
@@ -32,12 +31,13 @@ class Diff(LaunchingTask):
     section = "diff"
     reads_run = True
 
-    def launch_jobs(self, config: Config, request: Request, rank_info: RankInfo) -> dict[str, float]:
+    def launch_jobs(self, request: Request, rank_info: RankInfo) -> dict[str, float]:
         """Print the comparison, and return its numbers. Raise JobFailed if the runs differ."""
-        if config.diff.trace and rank_info.world_size > 1:
+        config, options = request.config, request.config.diff
+        if options.trace and rank_info.world_size > 1:
             raise InputError("diff.trace=true starts the ranks of both runs itself; run task=diff in one process")
-        runs = Path(str(config.run)), Path(str(config.diff.other))
-        tolerance = config.diff.tolerance
+        runs = Path(str(config.run)), Path(str(options.other))
+        tolerance = options.tolerance
         precisions = [read_config(run).precision for run in runs]
         numbers = compare_numbers(
             runs, default_tolerance(precisions) if tolerance is None else tolerance, grows=tolerance is None
@@ -53,11 +53,11 @@ class Diff(LaunchingTask):
             for line in possible_causes(*runs) or ["nothing: commit, versions, machine and configuration are the same"]:
                 print(f"differs  {line}")
             print(f"numbers  {describe(numbers)}", flush=True)
-            if config.diff.trace and numbers.first_unexplained is None:
+            if options.trace and numbers.first_unexplained is None:
                 print("trace    not needed, because the logged numbers agree")
         if numbers.first_unexplained is not None:
-            if config.diff.trace:
-                for line in trace(config, request.command.config_dirs, runs, numbers, rank_info):
+            if options.trace:
+                for line in trace(request, runs, numbers, rank_info):
                     print(f"trace    {line}", flush=True)
             raise JobFailed("the runs differ")
         return {"diff/num_steps": float(numbers.num_steps), "diff/largest": numbers.largest.relative}
@@ -82,9 +82,7 @@ def describe(numbers: NumberComparison) -> str:
     )
 
 
-def trace(
-    config: Config, config_dirs: Sequence[str], runs: tuple[Path, Path], numbers: NumberComparison, rank_info: RankInfo
-) -> list[str]:
+def trace(request: Request, runs: tuple[Path, Path], numbers: NumberComparison, rank_info: RankInfo) -> list[str]:
     """Repeat both runs in worlds of their sizes, and return lines about the first tensor that differs.
 
     The recorded steps begin with the last one at which the logged numbers agree, and end with the first one at which
@@ -97,6 +95,7 @@ def trace(
     start = f"the checkpoints step_{checkpoint}" if checkpoint else "the start"
     steps = f"steps {first} to {last}" if first < last else f"step {last}"
     lines = [f"{steps}, repeated from {start}"]
+    config, config_dirs = request.config, request.command.config_dirs
     with TemporaryDirectory(prefix="runner-diff-") as folder:
         directories = list[Path]()
         for name, run in zip("AB", runs, strict=True):
@@ -107,7 +106,7 @@ def trace(
             where = (pointer_to(run, "run"), f"outputs={quote(folder)}", f"name={name}", f"trust={show(config.trust)}")
             overrides = [*task, f"code={config.code or RECORDED}", *world, *without, *where]
             with composing(overrides, [*config_dirs], multirun=False) as arguments:
-                launch(*prepare(arguments, rank_info, ()), rank_info)
+                launch(prepare(arguments, rank_info, ()), rank_info)
             directories += Path(folder, name).glob(f"*/{TRACE}")
         found, skipped = find_difference((directories[0], directories[1]), range(first, last + 1), numbers.allowed)
     lines += [found or "all recorded outputs and gradients agree"]

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from runner.checkpoints.saved_state import weights_sha256, without_extra_state
-from runner.config.schema import Config
+from runner.config.request import Request
+from runner.config.schema import Exporting
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.rendezvous import join
@@ -32,7 +33,6 @@ from runner.jobs.trained_model import Trained, restore_model
 from runner.objectives.supervised import Supervised, call_model
 from runner.optimization.precision import Precision, convert
 from runner.records.provenance import git_state, versions
-from runner.records.run_directory import Request
 from runner.records.run_files import dumps, make_directory, read_metrics
 from runner.records.run_record import find_run
 from runner.training.components import make_objective, make_parallel
@@ -64,31 +64,32 @@ class Export(LaunchingTask):
     section = "export"
     reads_run = reads_checkpoint = True
 
-    def launch_jobs(self, config: Config, request: Request, rank_info: RankInfo) -> dict[str, float]:
+    def launch_jobs(self, request: Request, rank_info: RankInfo) -> dict[str, float]:
         """Write the file and print its path; leave no file if that fails. All ranks must call it."""
-        backend = as_backend(config.backend)
+        backend = as_backend(request.config.backend)
         world = join(rank_info, backend)
         world.begin_job(backend)
         world.consensus.timeout_s = WAIT_S
         with as_input_error():
-            world.consensus.broadcast("export", lambda: str(_export(config, request.command.choices)))
+            world.consensus.broadcast("export", lambda: str(_export(request)))
         return {}
 
 
-def _export(config: Config, choices: Mapping[str, str]) -> Path:
+def _export(request: Request) -> Path:
     """Export the model and return the file's path. Raise ValueError or OSError if that fails."""
+    config, choices = request.config, request.command.choices
     assert config.run is not None
     kind = config.export.format
     require_packages(f"export.format={kind}", kind, *PACKAGES[kind])
     run = Path(config.run)
     trained = restore_model(config, choices, run, config.checkpoint.load)
-    path = _path_of(config, choices, run, trained)
+    path = _path_of(config.export, choices, run, trained)
     try:
         make_directory(path.parent)
     except OSError as error:
         raise InputError(f"export.output={path}: cannot create its directory ({error}); choose another one") from None
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as partial:
-        lines = _write(config, choices, trained, Path(partial) / path.name)
+        lines = _write(request, trained, Path(partial) / path.name)
         for file in sorted(Path(partial).iterdir(), key=lambda file: file.name == path.name):
             file.replace(path.parent / file.name)  # the file itself comes last, to mark completion
     model = f"{choices['model']}, {sum(p.numel() for p in trained.model.parameters()):,} parameters"
@@ -97,31 +98,31 @@ def _export(config: Config, choices: Mapping[str, str]) -> Path:
     return path
 
 
-def _path_of(config: Config, choices: Mapping[str, str], run: Path, trained: Trained) -> Path:
+def _path_of(options: Exporting, choices: Mapping[str, str], run: Path, trained: Trained) -> Path:
     """Return the path of the exported file. Raise InputError if its suffix belongs to another format."""
-    suffix = SUFFIXES[config.export.format]
-    if config.export.output is None:
+    suffix = SUFFIXES[options.format]
+    if options.output is None:
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", choices["model"])
         return run.absolute() / "export" / f"{name}-{trained.checkpoint.name}{suffix}"
-    path = Path(config.export.output).absolute()
+    path = Path(options.output).absolute()
     if path.suffix != suffix or path.is_dir():
         raise InputError(
-            f"export.output={config.export.output} must be a file that ends in {suffix} for "
-            f"export.format={config.export.format}"
+            f"export.output={options.output} must be a file that ends in {suffix} for export.format={options.format}"
         )
     return path
 
 
-def _write(config: Config, choices: Mapping[str, str], trained: Trained, path: Path) -> list[str]:
+def _write(request: Request, trained: Trained, path: Path) -> list[str]:
     """Write the file and its JSON description. Return the lines to print."""
+    config, choices = request.config, request.command.choices
     model, kind = trained.model, config.export.format
-    facts = _facts(config, choices, trained)
+    facts = _facts(request, trained)
     lines: list[str] = []
     examples: list[Example] = []  # with several samples, and with one
     try:
         dataset = load_split(config, choices, World(RankInfo(), None, as_backend(config.backend)), config.split)
         for num_samples in (min(NUM_SAMPLES, len(dataset)), 1):
-            examples.append(make_example(config, choices, model, dataset, num_samples))
+            examples.append(make_example(request, model, dataset, num_samples))
         arguments = inspect.signature(model.forward).bind(*examples[0].args, **examples[0].kwargs).arguments
         classes = getattr(dataset, "classes", None)
         facts |= {
@@ -138,7 +139,7 @@ def _write(config: Config, choices: Mapping[str, str], trained: Trained, path: P
         lines += [f"tied     {name} is stored as {kept}" for name, kept in facts["tied"].items()]
         lines.append("checked  the file was read again and contains these weights")
     else:
-        facts["batch"], largest = _write_program(config, model, examples, path)
+        facts["batch"], largest = _write_program(config.export, config.precision, model, examples, path)
         facts["largest_difference"] = largest
         batch = "any number of samples" if facts["batch"] is None else "one sample only, because of the model"
         lines.append(f"batches  {batch}")
@@ -147,12 +148,14 @@ def _write(config: Config, choices: Mapping[str, str], trained: Trained, path: P
     return lines
 
 
-def _write_program(config: Config, model: nn.Module, examples: list[Example], path: Path) -> tuple[int | None, float]:
+def _write_program(
+    options: Exporting, precision: str, model: nn.Module, examples: list[Example], path: Path
+) -> tuple[int | None, float]:
     """Write a program and compare its outputs with the model's.
 
     Return the number of samples that it accepts (None for any number), and the largest difference of its outputs.
     """
-    kind = config.export.format
+    kind = options.format
     batch, program = None, None
     with contextlib.suppress(Exception):  # tracing raises many types of errors; a batch of one sample may still work
         program = trace(model, examples[0], any_batch=True) if examples[0].num_samples > 1 else None
@@ -164,10 +167,10 @@ def _write_program(config: Config, model: nn.Module, examples: list[Example], pa
     except Exception as error:
         # Each part of a tracer or backend raises other exceptions for unsupported models.
         reason = f"export.format={kind}: the export of the model failed{failed_with(error)}"
-        if kind == "onnx" and config.precision == "fp64":
+        if kind == "onnx" and precision == "fp64":
             raise InputError(f"{reason}; onnxruntime lacks float64 operators: try precision=fp32") from None
         raise InputError(f"{reason}; try export.format=safetensors") from None
-    allowed = config.export.tolerance
+    allowed = options.tolerance
     if allowed is None:
         allowed = TOLERANCES[next((p.dtype for p in model.parameters()), torch.float32)]
     largest = torch.tensor(found, dtype=torch.float64).max().item()  # NaN if any is NaN
@@ -179,7 +182,8 @@ def _write_program(config: Config, model: nn.Module, examples: list[Example], pa
     return batch, largest
 
 
-def _facts(config: Config, choices: Mapping[str, str], trained: Trained) -> dict[str, Any]:
+def _facts(request: Request, trained: Trained) -> dict[str, Any]:
+    config, choices = request.config, request.command.choices
     assert config.run is not None
     run = Path(config.run)
     recorded, step = find_run(run), trained.progress.step
@@ -205,10 +209,9 @@ def _facts(config: Config, choices: Mapping[str, str], trained: Trained) -> dict
     }
 
 
-def make_example(
-    config: Config, choices: Mapping[str, str], model: nn.Module, dataset: Source, num_samples: int
-) -> Example:
+def make_example(request: Request, model: nn.Module, dataset: Source, num_samples: int) -> Example:
     """Return the model's call for the first samples. Raise InputError if the objective does not call the model."""
+    config, choices = request.config, request.command.choices
     dtype = Precision(config.precision, torch.device("cpu")).parameter_dtype
     objective = make_objective(config.objective, config.loss, choices, make_parallel(config.parallel, choices))
     if isinstance(objective, nn.Module):

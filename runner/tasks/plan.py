@@ -6,7 +6,8 @@ import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from runner.config.schema import Config
+from runner.config.request import Request
+from runner.config.schema import Planning
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.machine import allowed_cores, available_memory
@@ -18,7 +19,7 @@ from runner.planning.costs import Device, load_device, with_measured_link
 from runner.planning.memory import GIB, KINDS
 from runner.records.console import logging_to
 from runner.records.report.plots import new_figure
-from runner.records.run_directory import Command, Request, RunDirectory, new_directory
+from runner.records.run_directory import Command, RunDirectory, new_directory
 from runner.records.run_files import write_atomically
 from runner.records.run_record import RunRecord
 from runner.records.tables import format_number, markdown_table, text_table, without_empty_columns
@@ -33,7 +34,7 @@ class Plan(LaunchingTask):
 
     section = "plan"
 
-    def launch_jobs(self, config: Config, request: Request, rank_info: RankInfo) -> dict[str, float]:
+    def launch_jobs(self, request: Request, rank_info: RankInfo) -> dict[str, float]:
         """Plan every cell, log the tables, and write plan.json, plan.md and plan.png. Return the samples per second.
 
         Raises InputError for an unknown mode or device, an invalid world size, if no mode can be planned, or if none
@@ -44,13 +45,13 @@ class Plan(LaunchingTask):
                 f"task=plan must run in one process, but the world has {rank_info.world_size}; start it with "
                 "`python -m runner`"
             )
-        command = request.command
+        config, options, command = request.config, request.config.plan, request.command
         directories = [CONF, *map(Path, command.config_dirs)]
-        device = load_device(config.plan.device, directories, kind=as_backend(config.backend).device_type())
-        if config.plan.collectives:
-            device = with_measured_link(device, Path(config.plan.collectives))
-        cells = _plan(config, command, device)
-        _check(cells, config)
+        device = load_device(options.device, directories, kind=as_backend(config.backend).device_type())
+        if options.collectives:
+            device = with_measured_link(device, Path(options.collectives))
+        cells = _plan(options, command, device)
+        _check(cells, options.memory_gib)
         directory = RunDirectory(new_directory(config.outputs, config.name), writes=True)
         directory.lock()
         try:
@@ -68,19 +69,19 @@ class Plan(LaunchingTask):
         return rates
 
 
-def _plan(config: Config, command: Command, device: Device) -> list[Cell]:
+def _plan(options: Planning, command: Command, device: Device) -> list[Cell]:
     # Imported here, because the command line imports tasks before it composes the configuration.
     from runner.config.compose import modes_to_compare
     from runner.planning.modes import compose_modes, plan_modes
 
-    modes = modes_to_compare(command.choices["parallel"], "plan.modes", config.plan.modes)
-    sizes = config.plan.world_sizes
-    memory = device.memory_gib if config.plan.memory_gib is None else config.plan.memory_gib
+    modes = modes_to_compare(command.choices["parallel"], "plan.modes", options.modes)
+    sizes = options.world_sizes
+    memory = device.memory_gib if options.memory_gib is None else options.memory_gib
     limits = {size: available_memory() / size if memory is None else memory * GIB for size in sizes}
     return plan_modes(compose_modes(command, modes, DROPPED), limits, device, len(allowed_cores()))
 
 
-def _check(cells: Sequence[Cell], config: Config) -> None:
+def _check(cells: Sequence[Cell], memory_gib: float | None) -> None:
     """Raise InputError if no cell can be planned, or if none fits into the memory."""
     planned = [cell for cell in cells if cell.ranks]
     if not planned:
@@ -88,7 +89,7 @@ def _check(cells: Sequence[Cell], config: Config) -> None:
         raise InputError(*reasons)
     if not any(cell.fits for cell in planned):
         least = min(planned, key=lambda cell: cell.peak)
-        key = "" if config.plan.memory_gib is None else f"plan.memory_gib={config.plan.memory_gib}: "
+        key = "" if memory_gib is None else f"plan.memory_gib={memory_gib}: "
         raise InputError(
             f"{key}no mode fits into {least.limit / GIB:.3g} GiB per rank: the smallest need is "
             f"{least.peak / GIB:.3g} GiB, of parallel={least.mode} on {quantity(least.world_size, 'rank')}; "

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from runner.config.schema import Config
+from runner.config.request import Request
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.rendezvous import join
@@ -12,7 +12,7 @@ from runner.records.compared_runs import DAMAGED, read_jobs
 from runner.records.report.plots import draw
 from runner.records.report.render import as_csv, as_markdown, as_text
 from runner.records.report.statistics import Summary, summarize
-from runner.records.run_directory import Request, new_directory
+from runner.records.run_directory import new_directory
 from runner.records.run_files import write_atomically
 from runner.sweeps.queues import read_jobs_and_queues
 
@@ -23,11 +23,11 @@ class Report(LaunchingTask):
     section = "report"
     reads_run = True
 
-    def launch_jobs(self, config: Config, request: Request, rank_info: RankInfo) -> dict[str, float]:
+    def launch_jobs(self, request: Request, rank_info: RankInfo) -> dict[str, float]:
         """Print and write the report, and return the best mean. All ranks must call it."""
+        config, options = request.config, request.config.report
         named = [("run", config.run)] if config.run else []
-        named += [("report.runs", path) for path in config.report.runs]
-        options = config.report
+        named += [("report.runs", path) for path in options.runs]
         jobs = [
             job
             for key, path in named
@@ -42,8 +42,18 @@ class Report(LaunchingTask):
         world = join(rank_info, as_backend(config.backend))
         world.begin_job(as_backend(config.backend))
         paths = [Path(path) for _, path in named]
+
+        def write() -> str:
+            if options.output:
+                directory = Path(options.output).absolute()
+            elif len(paths) == 1:
+                directory = paths[0].absolute()
+            else:
+                directory = new_directory(config.outputs, config.name, prefix="report-")
+            return _write(summary, paths, directory)
+
         try:
-            written = world.consensus.broadcast("report", lambda: _write(summary, config, paths))
+            written = world.consensus.broadcast("report", write)
         except ValueError as error:
             raise InputError(f"report.output: the report cannot be written ({error}); name another directory") from None
         if rank_info.rank == 0:  # the files exist already if a reader such as `head` closes the pipe
@@ -52,15 +62,9 @@ class Report(LaunchingTask):
         return {summary.metric: best.means[summary.metric].value} if best and summary.metric else {}
 
 
-def _write(summary: Summary, config: Config, paths: list[Path]) -> str:
-    """Write the files, and return their paths as one line."""
-    if config.report.output:
-        directory = Path(config.report.output).absolute()
-        directory.mkdir(parents=True, exist_ok=True)
-    elif len(paths) == 1:
-        directory = paths[0].absolute()
-    else:
-        directory = new_directory(config.outputs, config.name, prefix="report-")
+def _write(summary: Summary, paths: list[Path], directory: Path) -> str:
+    """Write the files, and return their paths as one line. paths: what was read."""
+    directory.mkdir(parents=True, exist_ok=True)
     title = paths[0].name if len(paths) == 1 else f"{len(summary.jobs)} runs"
     plots = draw(summary, directory)
     write_atomically(directory / "report.md", as_markdown(summary, title, plots))

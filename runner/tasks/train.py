@@ -85,7 +85,7 @@ class Train(JobTask):
             remove_leftovers(directory.checkpoints)
         directory.drop_metrics_after(state.step)
         past = read_past_evaluations(directory, experiment.monitor, world)
-        is_missing = past.is_evaluation_due(config, state)
+        is_missing = past.is_evaluation_due(state, config.eval_every, config.eval_every_steps)
         trainer = Trainer(config, experiment, parallel_model, world, state, meter, callbacks, is_missing)
         dtype = experiment.recipe.precision.parameter_dtype
         metrics = trainer.train(

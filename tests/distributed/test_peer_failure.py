@@ -106,7 +106,7 @@ def train(
         rank_info = RankInfo(rank, rank, world_size, world_size)
         world = World(rank_info, dist.FileStore(str(folder / "store"), world_size), as_backend(config.backend))
         try:
-            run_job(config, request, world)
+            run_job(request, world)
         except JobFailed:
             raise SystemExit(1) from None
 
@@ -296,7 +296,7 @@ def test_signal_of_a_launcher_after_a_rank_died_is_a_failure(tmp_path: Path, mon
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         store = dist.FileStore(str(tmp_path / "store"), 2)
         try:
-            run_job(config, request, World(RankInfo(rank, rank, 2, 2), store, as_backend(config.backend)))
+            run_job(request, World(RankInfo(rank, rank, 2, 2), store, as_backend(config.backend)))
         except JobFailed:
             raise SystemExit(1) from None
 
@@ -329,7 +329,7 @@ def test_rank_that_hangs_while_building_is_named_once(
         store = dist.FileStore(str(tmp_path / "store"), 3)
         world = World(RankInfo(rank, rank, 3, 3), store, as_backend(config.backend))
         try:
-            run_job(config, request, world)
+            run_job(request, world)
         except JobFailed as error:
             world.shutdown.report_before_exit(lambda: None)
             raise SystemExit(1 if "building its model and data" in str(error) else 2) from None

@@ -106,7 +106,7 @@ def until_first_step(outputs: Path, world_size: int, monkeypatch: pytest.MonkeyP
         where: dict[str, Any] = {"master_addr": "127.0.0.1", "master_port": port, "hosts_store": rank == 0}
         rank_info = RankInfo(rank, rank, world_size, 1, source="test", **where, **unknown)
         world = rendezvous.join(rank_info, as_backend(config.backend))
-        run_job(config, request, world)
+        run_job(request, world)
         world.shutdown.close()
         return found[0]
 

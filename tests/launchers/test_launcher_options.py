@@ -16,10 +16,10 @@ from runner.launchers.torchrun import Torchrun
 @pytest.mark.parametrize("kind", [Spawn, Torchrun, Slurm])
 def test_a_launcher_inside_a_world_is_refused(kind: type) -> None:
     name = kind.__name__.lower()
-    config, request = configure("model=mlp", "parallel=ddp", f"launcher={name}")
+    _, request = configure("model=mlp", "parallel=ddp", f"launcher={name}")
     rank_info = RankInfo(1, 1, 2, 2, source="torchrun")
     with pytest.raises(InputError, match=f"launcher={name} starts processes itself, but torchrun has started this one"):
-        launch(config, request, rank_info)
+        launch(request, rank_info)
 
 
 @pytest.mark.parametrize(

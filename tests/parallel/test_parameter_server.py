@@ -74,7 +74,7 @@ def test_a_process_can_run_several_jobs(one_process: Callable[..., Run], tmp_pat
         dist.destroy_process_group()
         store = dist.FileStore(str(tmp_path / "store"), world_size)
         world = World(RankInfo(rank, rank, world_size, world_size), store, as_backend(config.backend))
-        return [run_job(config, request, world) for _ in range(2)]
+        return [run_job(request, world) for _ in range(2)]
 
     expected = one_process(*TOY, "max_steps=5").result["metrics"]
     first, second = run_ranks(run_twice, 2)[0]
@@ -136,7 +136,7 @@ def test_all_ranks_exit_when_one_dies(updates: str, victim: int, tmp_path: Path)
             RankInfo(rank, rank, 3, 3), dist.FileStore(str(tmp_path / "store"), 3), as_backend(config.backend)
         )
         try:
-            run_job(config, request, world)
+            run_job(request, world)
         except JobFailed:
             raise SystemExit(1) from None
 

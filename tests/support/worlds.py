@@ -19,6 +19,7 @@ from runner.checkpoints.saved_state import SavedState, open_checkpoint
 from runner.checkpoints.shard_file import SavedTensor
 from runner.config.compose import checked, compose
 from runner.config.custom_dirs import absolute_dirs, add_to_path, on_search_path
+from runner.config.request import Request
 from runner.config.resume import add_recorded
 from runner.config.schema import Config
 from runner.distributed.backend import Backend, as_backend
@@ -27,7 +28,7 @@ from runner.distributed.world import World
 from runner.jobs.job import run_job
 from runner.paths import CONF
 from runner.records.ledger import JobRecord, read_ledger
-from runner.records.run_directory import Command, Destination, Request
+from runner.records.run_directory import Command, Destination
 from runner.training.build import Experiment, build
 
 # Without options, mesh is fsdp; test_mesh.py has its combinations. auto is one of the others.
@@ -118,7 +119,7 @@ def configure(*overrides: str) -> tuple[Config, Request]:
         config = checked(cfg, typed.overrides)
     choices = dict(cfg.hydra.runtime.choices)
     command = Command(tuple(typed.recorded), tuple(typed.config_dirs), ("test",), choices)
-    return config, Request(command, Destination(typed.directory))
+    return config, Request(config, command, Destination(typed.directory))
 
 
 _configure_once = functools.cache(configure)
@@ -152,26 +153,26 @@ def run(outputs: Path, world_size: int, *overrides: str, timeout_s: float = 300)
         add_to_path(request.command.config_dirs)  # the previous test may have restored sys.path
         config = replace(config, outputs=str(outputs))
         overrides = (*request.command.overrides, f"outputs={outputs}")
-        request = replace(request, command=replace(request.command, overrides=overrides))
+        request = replace(request, config=config, command=replace(request.command, overrides=overrides))
     before = _runs(Path(config.outputs) / config.name)
     outputs.mkdir(exist_ok=True)
-    run_world(config, request, world_size, outputs, timeout_s)
+    run_world(request, world_size, outputs, timeout_s)
     if request.destination.directory:
         return Run(Path(request.destination.directory))
     (created,) = _runs(Path(config.outputs) / config.name) - before
     return Run(created)
 
 
-def run_world(config: Config, request: Request, world_size: int, folder: Path, timeout_s: float = 300) -> None:
+def run_world(request: Request, world_size: int, folder: Path, timeout_s: float = 300) -> None:
     """Run a job on forked ranks, whose store is a new file in the folder. Raise what a rank raises."""
     store_path = folder / f"store-{next(_numbers)}"  # a used file would be read as this world's
 
     def run_rank(rank: int, world_size: int) -> None:
         rank_info = RankInfo(rank, rank, world_size, world_size, source="test")
         store = dist.FileStore(str(store_path), world_size)
-        world = World(rank_info, store if world_size > 1 else None, as_backend(config.backend))
+        world = World(rank_info, store if world_size > 1 else None, as_backend(request.config.backend))
         try:
-            run_job(config, request, world)
+            run_job(request, world)
         finally:  # as the command does: a failed rank exits after rank 0 has reported the failure
             world.shutdown.report_before_exit(lambda: None)
 

@@ -224,11 +224,11 @@ from runner.launchers.contract import Queue
 
 
 class Numbered(Queue):
-    def launch(self, config, request, rank_info):
+    def launch(self, request, rank_info):
         raise NotImplementedError
 
     def submit_sweep(self, jobs, directory):
-        names = [f"job-{Path(request.destination.directory).name}" for _, request in jobs]
+        names = [f"job-{Path(request.destination.directory).name}" for request in jobs]
         for name in names:
             Path(name).touch()
         return names

@@ -98,8 +98,8 @@ TINY = ("model=net", "data=points", "precision=fp64", "batch_size=12", "epochs=3
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Return a custom directory. The ranks that task=diff starts are forked."""
 
-    def launch_forked(config: diff.Config, request: diff.Request, rank_info: object) -> None:
-        run_world(config, request, config.launcher["nproc_per_node"], tmp_path)
+    def launch_forked(request: diff.Request, rank_info: object) -> None:
+        run_world(request, request.config.launcher["nproc_per_node"], tmp_path)
 
     monkeypatch.setattr(diff, "launch", launch_forked)
     write_files(tmp_path / "mine", FILES)

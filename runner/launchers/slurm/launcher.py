@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from runner.config.schema import Config
+from runner.config.request import Request
 from runner.distributed.environment import PORTS, RankInfo
 from runner.distributed.failures.signals import Stopped, interruptible
 from runner.errors import InputError
@@ -21,7 +21,7 @@ from runner.launchers.env import check_options
 from runner.launchers.slurm import script
 from runner.launchers.slurm.queue import POLL_S, check_sbatch, follow, last_job, leave_queued, query_ended, submit
 from runner.records.frozen_code import freeze
-from runner.records.run_directory import Request, new_directory
+from runner.records.run_directory import new_directory
 
 # Options of sbatch that the launcher sets: from its own options, and because the script depends on them.
 RESERVED = {
@@ -83,8 +83,9 @@ class Slurm(Queue):
         self.world_size = self.nodes * self.nproc_per_node
         self._submitted: list[str] = []  # the names of the sweep's jobs
 
-    def launch(self, config: Config, request: Request, rank_info: RankInfo) -> dict[str, float]:
+    def launch(self, request: Request, rank_info: RankInfo) -> dict[str, float]:
         """Print the script, or submit the job unless the run is in the queue. Return the run's metrics if `wait`."""
+        config = request.config
         directory = Path(request.destination.directory) if request.destination.directory else None
         if self.dry_run:
             directory = directory or Path(config.outputs).absolute() / config.name / "STAMP"
@@ -107,10 +108,10 @@ class Slurm(Queue):
         print(f"submitted job {job}\nrun directory: {directory}{note}", flush=True)
         return follow(job, directory, self.log_file(directory, job)) if self.wait else {}
 
-    def submit_sweep(self, jobs: Sequence[tuple[Config, Request]], directory: Path) -> list[str]:
+    def submit_sweep(self, jobs: Sequence[Request], directory: Path) -> list[str]:
         """Print or submit the jobs as one job array. Return their names in the queue; [] if they are printed."""
-        runs = [(Path(str(request.destination.directory)), request) for _, request in jobs]
-        text, note = self._script(jobs[0][0].name, directory, runs)
+        runs = [(Path(str(request.destination.directory)), request) for request in jobs]
+        text, note = self._script(jobs[0].config.name, directory, runs)
         if self.dry_run:
             print(text, end="")
             return []
