@@ -55,7 +55,7 @@ def train(overrides: Iterable[str] = (), config_dirs: Directories = ()) -> Run:
         try:
             with composing(texts, directories, multirun=False) as arguments:
                 request = prepare(arguments, EMBEDDED, _command(texts, directories))
-                launcher = make_launcher(request.config)
+                launcher = make_launcher(request.config.launcher, request.config.debug)
                 if launches_jobs(request.config.task):
                     raise InputError(f"task={request.command.choices['task']} is not a single run; run it in a shell")
                 if launcher.queues or launcher.started_on_each:

@@ -93,7 +93,9 @@ def _check_checkpoint(key: str, run: Path, name: str) -> list[str]:
 
 
 def _check_resumed(run: Path, config: Config, choices: Mapping[str, str | None]) -> list[str]:
-    messages = [] if config.resume_force else _check_fixed(run, apply_debug(config), choices) + check_code(run, config)
+    messages = list[str]()
+    if not config.resume_force:
+        messages += _check_fixed(run, apply_debug(config), choices) + check_code(run, config.launcher)
     if config.fork and not config.resume:  # `_check_checkpoint` has found the checkpoint
         stopped = layout.read_train_state(layout.find_checkpoint(run / CHECKPOINTS, config.checkpoint.load))
     elif (newest := _newest_state(run)) is None:
@@ -116,12 +118,12 @@ def _check_resumed(run: Path, config: Config, choices: Mapping[str, str | None])
     return messages
 
 
-def check_code(run: Path, config: Config) -> list[str]:
+def check_code(run: Path, launcher: Mapping[str, Any]) -> list[str]:
     """Return a message if code that determines the results of the run has changed since its last attempt.
 
-    The custom modules of the configuration must have been imported.
+    launcher: The launcher's node. The custom modules of the configuration must have been imported.
     """
-    if config.launcher.get("code") == "frozen" and find_frozen(run):
+    if launcher.get("code") == "frozen" and find_frozen(run):
         return []  # the job runs the frozen code
     force = "add resume_force=true"
     try:

@@ -9,7 +9,6 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from runner.config.instantiate import make_group
-from runner.config.schema import Config
 from runner.errors import InputError, failed_with
 from runner.input.pytree import register_types
 from runner.input.rng import TRANSFORMS, seeded
@@ -49,22 +48,32 @@ def _apply(transform: Callable[..., Any], sample: Any, masks: bool) -> Any:
     return type(sample)((inputs, sample[1])) if _is_pair(sample) else inputs
 
 
-def augment(config: Config, source: Source) -> Source:
-    """Return the data with the configured transforms. Raise InputError if one refuses its options or fails."""
+def augment(
+    source: Source,
+    nodes: Mapping[str, Any],
+    seed: int,
+    transform_targets: bool | Literal["auto"] = "auto",
+    keeps_shapes: bool = False,
+) -> Source:
+    """Return the data with the transforms, which `nodes` configures by name.
+
+    keeps_shapes: The configuration declares the shape of a sample, so that a transform must not change it. Raises
+    InputError if a transform refuses its options or fails.
+    """
     transforms: dict[str, Callable[..., Any]] = {}
-    for name, node in config.transforms.items():
+    for name, node in nodes.items():
         key = f"transforms.{name}"
         transforms[name] = make_group({key: node["_target_"]}, key, node)
     if not transforms:
         return source
     sample = source[0]
-    augmentation = Augmentation(transforms, config.seed, _are_masks(config.transform_targets, sample))
+    augmentation = Augmentation(transforms, seed, _are_masks(transform_targets, sample))
     key = f"transforms={','.join(transforms)}"
     try:
         transformed = augmentation(sample, 0, 0)
     except Exception as error:  # of a transform
         raise InputError(f"{key}: the first training sample cannot be transformed{failed_with(error)}") from None
-    if "sample_shape" in config.data and _shapes(transformed) != _shapes(sample):
+    if keeps_shapes and _shapes(transformed) != _shapes(sample):
         raise InputError(
             f"{key} returns tensors of shape {_shapes(transformed)} for those of {_shapes(sample)}, but validation "
             "samples are not transformed; keep the shapes, or set data.sample_shape"

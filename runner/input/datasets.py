@@ -37,16 +37,18 @@ def load_data(config: Config, choices: Mapping[str, str], world: World) -> tuple
     """
 
     def load(options: Mapping[str, Any]) -> tuple[Source, Source]:
-        splits = _Splits(config, choices, options)
+        splits = _Splits(config.data, choices, options, config.val_fraction, config.seed)
         train = splits.load("train")
         return train, train if config.split == "train" else splits.load(config.split)
 
-    train, evaluated = _load_or_download(config, world, load)
+    train, evaluated = _load_or_download(config.data, world, load)
     try:
         _check_streams(config, choices, train, evaluated)
         for source in dict.fromkeys((train, evaluated)) if config.keep_samples else ():
             source.cache_samples()
-        return augment(config, train), evaluated
+        keeps_shapes = "sample_shape" in config.data
+        train = augment(train, config.transforms, config.seed, config.transform_targets, keeps_shapes)
+        return train, evaluated
     except InputError:
         raise
     except CannotCache as error:
@@ -92,12 +94,16 @@ def _check_streams(config: Config, choices: Mapping[str, str], train: Source, ev
 
 def load_split(config: Config, choices: Mapping[str, str], world: World, split: str) -> Source:
     """Return one split: train, val or test. See `load_data`."""
-    return _load_or_download(config, world, lambda options: _Splits(config, choices, options).load(split))
+
+    def load(options: Mapping[str, Any]) -> Source:
+        return _Splits(config.data, choices, options, config.val_fraction, config.seed).load(split)
+
+    return _load_or_download(config.data, world, load)
 
 
-def _load_or_download(config: Config, world: World, load: Callable[[Mapping[str, Any]], T]) -> T:
+def _load_or_download(node: Mapping[str, Any], world: World, load: Callable[[Mapping[str, Any]], T]) -> T:
     """Load the data. If files are missing on any rank, download them first."""
-    if not config.data.get("download"):
+    if not node.get("download"):
         return load({})
     loaded: list[T] = []
     missing: list[str] = []
@@ -126,11 +132,18 @@ def _load_or_download(config: Config, world: World, load: Callable[[Mapping[str,
 class _Splits:
     """The splits that the dataset itself has, and a validation split that is drawn from its training split."""
 
-    def __init__(self, config: Config, choices: Mapping[str, str], options: Mapping[str, Any]):
-        target = config.data["_target_"]
+    def __init__(
+        self,
+        node: Mapping[str, Any],
+        choices: Mapping[str, str],
+        options: Mapping[str, Any],
+        val_fraction: float | None,
+        seed: int,
+    ):
+        target = node["_target_"]
         shapes = ("sample_shape", "num_outputs")  # models refer to these keys; a dataset may accept them too
-        node = {key: value for key, value in config.data.items() if key not in shapes or accepts(target, key)}
-        self._node, self._choices = {**node, **options}, choices
+        accepted = {key: value for key, value in node.items() if key not in shapes or accepts(target, key)}
+        self._node, self._choices = {**accepted, **options}, choices
         self._data = f"data={choices.get('data', target)}"
         self._option = split_option(target)
         self._names = {
@@ -138,7 +151,7 @@ class _Splits:
             "split": literals(target, "split") or SPLITS,
             None: ("train",),
         }[self._option]
-        self._fraction, self._seed = config.val_fraction, config.seed
+        self._fraction, self._seed = val_fraction, seed
         self._whole: Source | None = None  # the dataset's training split, including validation samples
 
     def load(self, split: str) -> Source:

@@ -17,8 +17,9 @@ from runner.errors import InputError, Preempted, first_line
 from runner.paths import CONF
 from runner.planning.cell import Cell
 from runner.planning.costs import THIS, load_device
+from runner.planning.imagined_rank import ModeConfig
 from runner.planning.memory import GIB
-from runner.planning.modes import ModeConfig, plan_modes
+from runner.planning.modes import plan_modes
 
 SAFETY = 0.9  # the usable fraction of the memory: allocators fragment it, and plans are up to a tenth too low
 

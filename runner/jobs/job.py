@@ -37,7 +37,7 @@ from runner.jobs.micro_batches import (
     run_until_it_fits,
 )
 from runner.jobs.process_state import reset_process
-from runner.jobs.task import JobTask, check_size, make_task
+from runner.jobs.task import JobTask, check_size, initial_weights_path, make_task
 from runner.records.console import LOGS, logging_to
 from runner.records.run_directory import RunDirectory
 from runner.records.run_record import RunRecord, report_failure, watch_outcome
@@ -206,7 +206,8 @@ def _agree_on_input(request: Request, world: World) -> tuple[JobTask | None, Exp
 
 def _build(request: Request, world: World) -> tuple[JobTask, Experiment | None]:
     config, choices = request.config, request.command.choices
-    init_from = find_initial_weights(config, request.destination.directory, world)
+    weights = initial_weights_path(config.init_from, config.task)
+    init_from = find_initial_weights(weights, request.destination.directory, world)
     messages = choose_devices(world)
     set_threads(world, config.threads)
     reset_process(config.seed)

@@ -72,7 +72,7 @@ def run_until_it_fits(
 def _planned_count(request: Request, world: World) -> int | None:
     """Return the number of micro-batches according to rank 0's plan; None without a plan. All ranks must call it."""
     from runner.jobs.fit import count_that_fits, from_rank_0, plan_for  # imported late, because few jobs need them
-    from runner.planning.modes import ModeConfig
+    from runner.planning.imagined_rank import ModeConfig
 
     config, command = request.config, request.command
 

@@ -17,8 +17,9 @@ from runner.jobs.continuation import agree_on_directory
 from runner.jobs.fit import count_that_fits, from_rank_0, plan_for
 from runner.parallel.auto import Auto
 from runner.planning.cell import Cell
+from runner.planning.imagined_rank import ModeConfig
 from runner.planning.memory import GIB
-from runner.planning.modes import ModeConfig, compose_modes
+from runner.planning.modes import compose_modes
 from runner.records.attempts import error_line
 from runner.records.console import logging_to
 from runner.records.finding import CELLS

@@ -9,7 +9,7 @@ from rich.console import Console
 from runner.config.diagnostics.import_target import locate
 from runner.config.instantiate import check_contract, make_group
 from runner.config.request import Request
-from runner.config.schema import Config
+from runner.config.schema import Config, InitFrom
 from runner.distributed.environment import RankInfo
 from runner.distributed.world import World
 from runner.records.run_directory import RunDirectory
@@ -62,6 +62,11 @@ class LaunchingTask(Task):
 def launches_jobs(node: Mapping[str, Any]) -> bool:
     """Return True if the chosen task is a LaunchingTask, without constructing it."""
     return hasattr(locate(node["_target_"]), "launch_jobs")
+
+
+def initial_weights_path(init_from: InitFrom, node: Mapping[str, Any]) -> str | None:
+    """Return the path of the initial weights; None if there is none, or if the chosen task reads a checkpoint."""
+    return None if init_from.path is None or locate(node["_target_"]).reads_checkpoint else init_from.path
 
 
 def make_task(node: dict[str, Any], contract: type) -> Any:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +18,6 @@ from runner.config.instantiate import make_group
 from runner.config.recorded import read_choices, read_config
 from runner.config.recorded_code import RECORDED, importing_code_of
 from runner.config.resume import read_overrides
-from runner.config.schema import Config
 from runner.errors import InputError, as_input_error
 from runner.optimization.precision import Precision, convert
 from runner.records.run_directory import CHECKPOINTS
@@ -49,38 +49,39 @@ def load_trained(run: Path, checkpoint: str = LAST, trust: bool = False, code: s
         if messages := check_options("model", config.model, provided("model", config.model)):
             raise InputError(*(f"{run}: {message}" for message in messages))
         with as_input_error():
-            return restore_model(config, read_choices(run), run, checkpoint).model
+            path, choices = choose_checkpoint(run / CHECKPOINTS, checkpoint), read_choices(run)
+            model = make_model(config.model, choices, config.seed, config.precision)
+            named_model = f"model={choices.get('model', config.model['_target_'])}"
+            return restore_model(model, path, named_model, config.ema.decay is not None).model
 
 
-def restore_model(config: Config, choices: Mapping[str, str], run: Path, checkpoint: str = LAST) -> Trained:
-    """Return the trained model of this configuration, as load_trained does. The custom directories must be on sys.path.
+def restore_model(model: nn.Module, checkpoint: Path, named: str, is_averaged: bool) -> Trained:
+    """Load the weights of a checkpoint into the model, those that the run evaluated.
 
-    Raises ValueError if the checkpoint is missing or damaged, or does not fit the model.
+    named: The model in messages. is_averaged: The run averages the weights. Raises ValueError if the checkpoint is
+    damaged or does not fit the model.
     """
-    path = choose_checkpoint(run / CHECKPOINTS, checkpoint)
-    model = make_model(config, choices)
-    saved = SavedState.open(path)
-    if config.ema.decay is not None:  # as task=evaluate
+    saved = SavedState.open(checkpoint)
+    if is_averaged:  # as task=evaluate
         saved = saved.evaluated()
-    named = f"model={choices.get('model', config.model['_target_'])}"
     # The trained parameters of a loss or an objective are saved with the weights, but are not part of the model.
     ignored = ("loss.", "objective.")
     read_weights(saved, without_extra_state(model.state_dict()), subject=named, ignored=ignored)
     load_extra_state(saved, with_extra_state(model), named, ignored)
-    return Trained(model.eval(), path, read_train_state(path))
+    return Trained(model.eval(), checkpoint, read_train_state(checkpoint))
 
 
-def make_model(config: Config, choices: Mapping[str, str]) -> nn.Module:
+def make_model(node: Mapping[str, Any], choices: Mapping[str, str], seed: int, precision: str) -> nn.Module:
     """Return the model with initial weights on the CPU, in the dtype of the run's parameters.
 
     Random values of the constructor, such as a buffer that is not saved, equal the run's; torch's random state is kept.
     """
-    node = dict(config.model)
+    node = dict(node)
     if hasattr(locate(node["_target_"]), "place") and node.get("devices") is not None:
         node["devices"] = None  # they belong to the machine that trained the model
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(config.seed)
+        torch.default_generator.manual_seed(seed)
         model: nn.Module = make_group(choices, "model", node)
     cpu = torch.device("cpu")
-    convert(model.to(device=cpu), Precision(config.precision, cpu).parameter_dtype)
+    convert(model.to(device=cpu), Precision(precision, cpu).parameter_dtype)
     return model

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from runner.config.diagnostics.import_target import locate
 from runner.config.instantiate import check_contract, make_group
@@ -13,7 +14,7 @@ from runner.distributed.environment import RankInfo
 from runner.distributed.rendezvous import JOIN_TIMEOUT_S, join
 from runner.distributed.store_consensus import RanksMissing
 from runner.errors import InputError, JobFailed, Preempted, print_messages
-from runner.jobs.task import JobTask, LaunchingTask, check_size, launches_jobs, make_task
+from runner.jobs.task import JobTask, LaunchingTask, check_size, initial_weights_path, launches_jobs, make_task
 from runner.launchers.contract import Launcher
 from runner.launchers.env import Env
 from runner.optimization.optimizers import try_options
@@ -22,11 +23,11 @@ from runner.training.mode import resolve
 from runner.training.model.initial_weights import locate_initial_weights
 
 
-def make_launcher(config: Config) -> Launcher:
+def make_launcher(node: dict[str, Any], debug: bool) -> Launcher:
     """Construct the launcher. Raise InputError for a refused option or a class that does not implement the contract."""
-    launcher: Launcher = make_group({}, "launcher", config.launcher)
+    launcher: Launcher = make_group({}, "launcher", node)
     check_contract(launcher, Launcher, "launcher")
-    if config.debug and launcher.starts_processes:
+    if debug and launcher.starts_processes:
         raise InputError(
             "debug=true needs the terminal, which the processes of a launcher do not have; try launcher=env"
         )
@@ -36,12 +37,12 @@ def make_launcher(config: Config) -> Launcher:
 def launch(request: Request, rank_info: RankInfo, launcher: Launcher | None = None) -> dict[str, float]:
     """Run the job by its launcher. Return the metrics, or raise as runner.jobs.job.run_job does."""
     config, choices = request.config, request.command.choices
-    launcher = launcher or make_launcher(config)
+    launcher = launcher or make_launcher(config.launcher, config.debug)
     if launcher.queues and rank_info.directory:  # this process belongs to the queued job
         launcher = Env(launcher.join_timeout_s)
     if launcher.queues:
-        check_queueable(config, choices)
-        locate_initial_weights(config, request.destination.directory)
+        check_queueable(config.task, choices)
+        locate_initial_weights(initial_weights_path(config.init_from, config.task), request.destination.directory)
         if request.queued_overrides:
             request = replace(request, command=replace(request.command, overrides=request.queued_overrides))
     if launches_jobs(config.task):
@@ -59,15 +60,15 @@ def launch(request: Request, rank_info: RankInfo, launcher: Launcher | None = No
 
 def launch_and_report(request: Request, rank_info: RankInfo) -> int:
     """Run one job, leave its world, and return the exit status."""
-    status, lines = 0, []
+    config, status, lines = request.config, 0, []
     launcher: Launcher | None = None
     try:
-        launcher = make_launcher(request.config)
+        launcher = make_launcher(config.launcher, config.debug)
     except InputError as error:
         lines = error.messages
     try:
         timeout_s = launcher.join_timeout_s if launcher else JOIN_TIMEOUT_S
-        world = join(rank_info, as_backend(request.config.backend), timeout_s)
+        world = join(rank_info, as_backend(config.backend), timeout_s)
     except InputError as error:
         print_messages(error.messages)
         return 2
@@ -90,9 +91,9 @@ def launch_and_report(request: Request, rank_info: RankInfo) -> int:
     return status
 
 
-def check_queueable(config: Config, choices: Mapping[str, str]) -> None:
+def check_queueable(task: Mapping[str, Any], choices: Mapping[str, str]) -> None:
     """Raise InputError if the launcher queues jobs but the task would launch its own jobs in this process."""
-    if launches_jobs(config.task) and not locate(config.task["_target_"]).reads_run:
+    if launches_jobs(task) and not locate(task["_target_"]).reads_run:
         raise InputError(
             f"launcher={choices['launcher']} queues a job, but task={choices['task']} starts processes itself "
             "where the command runs; run it inside an allocation (salloc, or a script for sbatch) with launcher=env"

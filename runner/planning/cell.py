@@ -1,18 +1,16 @@
 """The plan of a mode at one world size, combined from the plans of its distinct ranks."""
 
 import math
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensor
 
-from runner.config.schema import Config
 from runner.errors import InputError, first_line, user_line
 from runner.input.source import Source
 from runner.planning.costs import Costs
-from runner.planning.imagined_rank import RankPlan, plan_rank, without_forward
+from runner.planning.imagined_rank import ModeConfig, RankPlan, plan_rank, without_forward
 from runner.planning.memory import GIB
 from runner.planning.simulation import simulate
 from runner.planning.timeline import Message
@@ -92,19 +90,18 @@ class Cell:
 
 
 def plan_cell(
-    config: Config,
-    choices: Mapping[str, str],
+    composed: ModeConfig,
     data: tuple[Source, Source],
     mode: str,
     world_size: int,
     limit: float,
     costs: Costs,
 ) -> Cell:
-    """Plan a mode, whose configuration is given. If it cannot be planned, return a cell with the reason."""
+    """Plan a mode. If it cannot be planned, return a cell with the reason."""
     cell = Cell(mode, world_size, limit=limit)
     try:
-        cell.round_steps = make_parallel(config.parallel, choices).round_steps
-        ranks = _plan_ranks(config, choices, data, world_size, costs)
+        cell.round_steps = make_parallel(composed.config.parallel, composed.choices).round_steps
+        ranks = _plan_ranks(composed, data, world_size, costs)
     except Exception as error:  # raised by the model, or by torch for tensors without values
         cause = _find_value_error(error)
         if cause is None and isinstance(error, InputError):
@@ -118,7 +115,7 @@ def plan_cell(
                 f"task=compare or parallel=auto: {cell.reason}"
             )
             with suppress(Exception):  # not every mode supports another objective, and the constructor may read values
-                ranks = _plan_ranks(without_forward(config), choices, data, world_size, costs)
+                ranks = _plan_ranks(without_forward(composed), data, world_size, costs)
                 least = max(rank.peak for rank in ranks) / GIB
                 cell.reason += f"; without activations, a rank needs {least:.3g} GiB"
         return cell
@@ -129,12 +126,10 @@ def plan_cell(
     return cell
 
 
-def _plan_ranks(
-    config: Config, choices: Mapping[str, str], data: tuple[Source, Source], world_size: int, costs: Costs
-) -> list[RankPlan]:
-    first = plan_rank(config, choices, data, 0, world_size, costs.on_gpu)
+def _plan_ranks(composed: ModeConfig, data: tuple[Source, Source], world_size: int, costs: Costs) -> list[RankPlan]:
+    first = plan_rank(composed, data, 0, world_size, costs.on_gpu)
     others = [rank for rank in distinct_ranks(first.axes, world_size) if rank > 0]
-    return [first, *(plan_rank(config, choices, data, rank, world_size, costs.on_gpu) for rank in others)]
+    return [first, *(plan_rank(composed, data, rank, world_size, costs.on_gpu) for rank in others)]
 
 
 def _find_value_error(error: BaseException | None) -> BaseException | None:

@@ -39,6 +39,15 @@ MakeData = Callable[[int], Any]  # the data of a micro-batch, given its number o
 
 
 @dataclass(frozen=True)
+class ModeConfig:
+    """The configuration of a mode, the chosen option of each group, and the overrides from which it is composed."""
+
+    config: Config
+    choices: Mapping[str, str]
+    overrides: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
 class RankPlan:
     """The memory and the events of one rank."""
 
@@ -58,8 +67,7 @@ class RankPlan:
 
 
 def plan_rank(
-    config: Config,
-    choices: Mapping[str, str],
+    composed: ModeConfig,
     data: tuple[Source, Source],
     rank: int,
     world_size: int,
@@ -69,11 +77,12 @@ def plan_rank(
 
     data: the training data and the evaluated data, as load_data returns them. on_gpu: the ranks compute on GPUs.
     """
-    config = replace(config, metrics={}, monitor=None, train_metrics=False, log_every=MANY, max_steps=MANY, epochs=MANY)
+    config = replace(composed.config, metrics={}, monitor=None, train_metrics=False)
+    config = replace(config, log_every=MANY, max_steps=MANY, epochs=MANY)
     backend, tracker = as_backend(config.backend), MemoryTracker(on_cpu=not on_gpu)
     with imagined_world(rank, world_size, backend, on_gpu) as world, tracker:
         train_data, val_data = map(ImaginedSource.of_source, data)
-        experiment = _build(config, choices, world, (train_data, val_data))
+        experiment = _build(config, composed.choices, world, (train_data, val_data))
         round_steps = experiment.parallel.round_steps
         num_planned = min(2, round_steps)  # all steps of a round except the last are identical
         module = experiment.recipe.module
@@ -149,9 +158,10 @@ def _build(config: Config, choices: Mapping[str, str], world: World, data: tuple
     return assembly.finish()
 
 
-def without_forward(config: Config) -> Config:
+def without_forward(composed: ModeConfig) -> ModeConfig:
     """Return the configuration with an objective that does not call the model, for one whose forward cannot run."""
-    return replace(config, objective={"_target_": f"{WithoutForward.__module__}.{WithoutForward.__qualname__}"})
+    objective = {"_target_": f"{WithoutForward.__module__}.{WithoutForward.__qualname__}"}
+    return replace(composed, config=replace(composed.config, objective=objective))
 
 
 class WithoutForward(Objective):

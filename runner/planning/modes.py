@@ -2,14 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 
 import torch
 
 from runner.config.compose import checked, compose, for_mode
-from runner.config.schema import Config
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.failures.signals import exit_at_once_with_parent
@@ -19,16 +17,8 @@ from runner.input.datasets import load_data
 from runner.input.source import Source
 from runner.planning.cell import Cell, plan_cell
 from runner.planning.costs import Costs, Device
+from runner.planning.imagined_rank import ModeConfig
 from runner.records.run_directory import Command
-
-
-@dataclass(frozen=True)
-class ModeConfig:
-    """The configuration of a mode, the chosen option of each group, and the overrides from which it is composed."""
-
-    config: Config
-    choices: Mapping[str, str]
-    overrides: Sequence[str] = ()
 
 
 def compose_modes(command: Command, modes: Sequence[str], dropped: Sequence[str]) -> dict[str, ModeConfig | InputError]:
@@ -72,8 +62,7 @@ def plan_modes(
             plans += [partial(Cell, mode, size, error.messages[0], is_refused=True) for size in limits]
             continue
         plans += [
-            partial(plan_cell, composed.config, composed.choices, data[0], mode, size, limit, costs[size])
-            for size, limit in limits.items()
+            partial(plan_cell, composed, data[0], mode, size, limit, costs[size]) for size, limit in limits.items()
         ]
     if num_processes == 1 or device.is_measured:
         return [plan() for plan in plans]

@@ -31,7 +31,7 @@ def check_launchers(
     """
     from runner.launchers.launch import check_ahead, check_queueable, make_launcher
 
-    launchers = [make_launcher(config) for config, _ in jobs]
+    launchers = [make_launcher(config.launcher, config.debug) for config, _ in jobs]
     if any(launcher.started_on_each for launcher in launchers):
         raise InputError(
             "launcher.nodes: each machine would create its own sweep; use torchrun --nnodes ... -m runner -m ..."
@@ -54,7 +54,7 @@ def check_launchers(
         if applies:
             raise InputError(f"launcher={named['launcher']} queues jobs, but {conflict}; use only one of the two")
     for (config, chosen), queue in zip(jobs, queues, strict=True):
-        check_queueable(config, chosen)
+        check_queueable(config.task, chosen)
         if queue.world_size is not None:
             check_ahead(config, chosen, queue.world_size)
     return True, queues[0].dry_run
@@ -75,7 +75,7 @@ def submit(queued: Sequence[tuple[JobRecord, Request]], directory: Path, record:
     queues, num_queued = [], 0
     for group in groups.values():
         config = group[0][1].config
-        queue = cast(Queue, make_launcher(config))
+        queue = cast(Queue, make_launcher(config.launcher, config.debug))
         queues.append(queue)
         size = queue.max_jobs() or len(group)
         for batch in (group[first : first + size] for first in range(0, len(group), size)):

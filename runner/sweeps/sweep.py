@@ -118,7 +118,7 @@ class Sweep:
             before = ledger.read_sweep(path).shared
             check_shared(path, recorded, before, configs[0], swept)
             if not self.given.resume_force:
-                _check_code(recorded, configs[0])
+                _check_code(recorded, configs[0].launcher)
             self.record.shared = {key: value for key, value in before.items() if key in self.record.shared}
 
     def join(self) -> "World":
@@ -150,7 +150,7 @@ class Sweep:
             print(f"\njob {position + 1} of {len(self.jobs)}: {job.label}", flush=True)
         try:
             request = self.request(job, checked(cfg, overrides), overrides, dict(hydra.runtime.choices))
-            launcher = make_launcher(request.config)
+            launcher = make_launcher(request.config.launcher, request.config.debug)
             if launcher.queues:
                 self.queued.append((job, request))
                 return {}
@@ -227,13 +227,13 @@ class Sweep:
         return job
 
 
-def _check_code(recorded: list[JobRecord], config: Config) -> None:
+def _check_code(recorded: list[JobRecord], launcher: dict[str, Any]) -> None:
     """Raise InputError if the code of jobs that have started has changed, because reports compare the jobs."""
     from runner.config.recorded import check_code
 
     codes = {str(find_run(job.directory).code): job for job in recorded if job.num_starts}
     for job in codes.values():
-        if messages := check_code(job.directory, config):
+        if messages := check_code(job.directory, launcher):
             raise InputError(*messages)
 
 

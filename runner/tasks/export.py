@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from runner.checkpoints.layout import choose_checkpoint
 from runner.checkpoints.saved_state import weights_sha256, without_extra_state
 from runner.config.request import Request
 from runner.config.schema import Exporting
@@ -29,10 +30,11 @@ from runner.input.datasets import load_split
 from runner.input.pytree import map_tensors, named_tensors, tensors
 from runner.input.source import Source
 from runner.jobs.task import LaunchingTask
-from runner.jobs.trained_model import Trained, restore_model
+from runner.jobs.trained_model import Trained, make_model, restore_model
 from runner.objectives.supervised import Supervised, call_model
 from runner.optimization.precision import Precision, convert
 from runner.records.provenance import git_state, versions
+from runner.records.run_directory import CHECKPOINTS
 from runner.records.run_files import dumps, make_directory, read_metrics
 from runner.records.run_record import find_run
 from runner.training.components import make_objective, make_parallel
@@ -82,7 +84,9 @@ def _export(request: Request) -> Path:
     kind = config.export.format
     require_packages(f"export.format={kind}", kind, *PACKAGES[kind])
     run = Path(config.run)
-    trained = restore_model(config, choices, run, config.checkpoint.load)
+    checkpoint = choose_checkpoint(run / CHECKPOINTS, config.checkpoint.load)
+    model = make_model(config.model, choices, config.seed, config.precision)
+    trained = restore_model(model, checkpoint, f"model={choices['model']}", config.ema.decay is not None)
     path = _path_of(config.export, choices, run, trained)
     try:
         make_directory(path.parent)
@@ -92,8 +96,8 @@ def _export(request: Request) -> Path:
         lines = _write(request, trained, Path(partial) / path.name)
         for file in sorted(Path(partial).iterdir(), key=lambda file: file.name == path.name):
             file.replace(path.parent / file.name)  # the file itself comes last, to mark completion
-    model = f"{choices['model']}, {sum(p.numel() for p in trained.model.parameters()):,} parameters"
-    print(f"export   {model}, {run.name} after step {trained.progress.step}", *lines, sep="\n")
+    described = f"{choices['model']}, {sum(p.numel() for p in model.parameters()):,} parameters"
+    print(f"export   {described}, {run.name} after step {trained.progress.step}", *lines, sep="\n")
     print(f"written  {path}, {path.name}.json", flush=True)
     return path
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from runner.config.diagnostics.import_target import locate
-from runner.config.schema import Config
+from runner.config.schema import Config, Predicting
 from runner.distributed.sync_batch_norm import normalizes_in_evaluation, use_group
 from runner.distributed.world import World
 from runner.errors import JobFailed, require_packages
@@ -71,7 +71,7 @@ class Predict(JobTask):
         num_samples = experiment.val_loader.sampler.num_samples
         file = writing(config.predict.format, path, num_samples) if directory.writes else contextlib.nullcontext()
         with file as writer:
-            names = _predict(experiment, parallel_model, world, config, writer)
+            names = _predict(experiment, parallel_model, world, config.predict, writer)
         log.info("%s after step %d, %s split: %d samples", config.run, progress.step, config.split, num_samples)
         log.info("columns  %s%s", ", ".join(names), name_classes(experiment.train_loader.dataset))
         log.info("written  %s", path)
@@ -80,7 +80,7 @@ class Predict(JobTask):
 
 
 def _predict(
-    experiment: Experiment, parallel_model: ParallelModel, world: World, config: Config, writer: Any
+    experiment: Experiment, parallel_model: ParallelModel, world: World, options: Predicting, writer: Any
 ) -> list[str]:
     """Compute, collect and write the predictions, and return the names of the columns. All ranks must call it.
 
@@ -91,8 +91,8 @@ def _predict(
     if dist.is_initialized() and normalizes_in_evaluation(experiment.recipe.module):
         use_group(experiment.recipe.module, dist.new_subgroups(1)[0])  # each rank normalizes its own pieces
     num_samples, own = loader.sampler.num_samples, axes.data_rank(world.rank)
-    step_size, by_sample = config.predict.batch_size * axes.data_ranks, set[str]()
-    if config.predict.format == "jsonl":
+    step_size, by_sample = options.batch_size * axes.data_ranks, set[str]()
+    if options.format == "jsonl":
         by_sample = _find_lists(loader, parallel_model, min(num_samples, 2), reads=own is not None)
     loader.use_sampler(BlockSampler(num_samples, step_size, data_rank=own, data_ranks=axes.data_ranks, shuffle=False))
     counts, names = axes.counts(world.rank), list[str]()

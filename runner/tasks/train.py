@@ -76,7 +76,8 @@ class Train(JobTask):
         if list_checkpoints(directory.checkpoints):
             state = restore(directory.checkpoints, parallel_model, callbacks, world)
             log.info("resuming after step %d", state.step)
-            state = _in_epochs_of(state, config, experiment.train_loader.sampler.steps_per_epoch)
+            steps_per_epoch = experiment.train_loader.sampler.steps_per_epoch
+            state = _in_epochs_of(state, config.batch_size, steps_per_epoch, config.resume_force)
         elif config.resume or directory.attempt.number > 1:
             log.info("the run has no checkpoint yet: it restarts at step 0")
         directory.commit(state.step)
@@ -130,21 +131,21 @@ def _log_end(monitor: Monitor, metrics: Mapping[str, float], directory: RunDirec
         log.info("dashboard: tensorboard --logdir %s", directory.path.parent)
 
 
-def _in_epochs_of(state: TrainState, config: Config, steps_per_epoch: int) -> TrainState:
-    """Return the state of a resumed run, with its step in the epoch converted to the batch size of this configuration.
+def _in_epochs_of(state: TrainState, batch_size: int, steps_per_epoch: int, resume_force: bool) -> TrainState:
+    """Return the state of a resumed run, with its step in the epoch converted to this batch size.
 
     The run continues at the first step that has unread samples, possibly in the next epoch. Raises ValueError if the
     batch size changes within an epoch, without `resume_force`.
     """
-    if state.batch_size != config.batch_size:
-        if state.step_in_epoch and not config.resume_force:
+    if state.batch_size != batch_size:
+        if state.step_in_epoch and not resume_force:
             raise ValueError(
-                f"batch_size={config.batch_size}: the newest intact checkpoint was saved {state.step_in_epoch} steps "
+                f"batch_size={batch_size}: the newest intact checkpoint was saved {state.step_in_epoch} steps "
                 f"into an epoch with batch_size={state.batch_size}, and the batch size cannot change within an epoch; "
                 "keep it, or add resume_force=true"
             )
         samples_read = state.step_in_epoch * state.batch_size
-        state = replace(state, step_in_epoch=samples_read // config.batch_size, batch_size=config.batch_size)
+        state = replace(state, step_in_epoch=samples_read // batch_size, batch_size=batch_size)
     if state.step_in_epoch >= steps_per_epoch:
         state = replace(state, epoch=state.epoch + 1, step_in_epoch=0)
     return state

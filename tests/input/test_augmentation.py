@@ -57,6 +57,10 @@ def of(transforms: dict[str, Any], *words: str, **keys: Any) -> Config:
     return replace(configure("model=mlp", *words)[0], transforms=transforms, **keys)
 
 
+def augmented(source: Source, nodes: dict[str, Any], transform_targets: Any = "auto") -> Any:
+    return augment(source, nodes, 0, transform_targets, keeps_shapes=True)
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
@@ -125,10 +129,10 @@ def test_batches_are_the_same_for_any_ranks_and_workers_and_after_resuming(kind:
 def test_numpy_arrays_may_be_images_and_masks() -> None:
     image, mask = np.random.default_rng(0).random((1, 8, 8)).astype("f4"), np.arange(64).reshape(8, 8)
     flip = {"flip": {"_target_": f"{V2}.RandomHorizontalFlip", "p": 1.0}}
-    data = augment(of(flip), Source.of([(image, mask)]))
+    data = augmented(Source.of([(image, mask)]), flip)
     assert torch.equal(data[0][0], torch.from_numpy(image[..., ::-1].copy()))
     assert torch.equal(data[0][1], torch.from_numpy(mask[:, ::-1].copy()))
-    classes = augment(of(flip), Source.of([(image, np.int64(4))]))
+    classes = augmented(Source.of([(image, np.int64(4))]), flip)
     assert torch.equal(classes[0][0], data[0][0]) and classes[0][1] == 4
 
 
@@ -138,7 +142,7 @@ def test_every_option_is_instantiated(option: str) -> None:
         cfg: Any = OmegaConf.to_container(compose("config", ["data=shapes", f"transforms={option}"]), resolve=True)
     data = Shapes("train", [3, 64, 64], 3)
     source = Source.of(data)
-    made = augment(of(cfg["transforms"], "data=shapes"), source)
+    made = augmented(source, cfg["transforms"])
     if option == "none":
         assert made is source
         return
@@ -166,7 +170,7 @@ def test_only_training_samples_are_transformed() -> None:
 )
 def test_unsuitable_transforms_are_refused(target: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=f"^{message}"):
-        augment(of({"a": {"_target_": target, **options}}), Source.of(TensorDataset(IMAGES, torch.arange(22))))
-    config = of({"a": {"_target_": f"{__name__}.Jitter"}}, transform_targets=True)
+        augmented(Source.of(TensorDataset(IMAGES, torch.arange(22))), {"a": {"_target_": target, **options}})
+    jitter = {"a": {"_target_": f"{__name__}.Jitter"}}
     with pytest.raises(InputError, match=r"^transform_targets=true needs images .*=auto$"):
-        augment(config, Source.of(TensorDataset(IMAGES, torch.arange(22))))
+        augmented(Source.of(TensorDataset(IMAGES, torch.arange(22))), jitter, transform_targets=True)

@@ -132,7 +132,7 @@ def test_loader_workers_and_launchers_without_shared_memory_are_refused(options:
         ):
             make(Sampler(NUM_SAMPLES, batch_size=1), num_workers=2)
         with pytest.raises(InputError, match=r"^launcher=spawn needs shared memory, but /dev/shm .*--shm-size=1g$"):
-            Spawn().launch(*configure("launcher=spawn"), RankInfo())
+            Spawn().launch(configure("launcher=spawn")[1], RankInfo())
 
     run_ranks(refuse, 1, forms_group=False)
 

@@ -45,9 +45,9 @@ def test_no_process_is_started_for_an_impossible_job_unless_its_world_is_elastic
 ) -> None:
     monkeypatch.setattr(Torchrun, "launch", lambda *args: {"started": 1.0})
     with pytest.raises(InputError, match="parallel=none is for one process, but the world has 3"):
-        launch(*configure("launcher=spawn", "launcher.nproc_per_node=3"), RankInfo())
+        launch(configure("launcher=spawn", "launcher.nproc_per_node=3")[1], RankInfo())
     elastic = ("launcher=torchrun", "launcher.nodes=1:2", "launcher.nproc_per_node=1", "launcher.rdzv_endpoint=a:1")
-    assert launch(*configure(*elastic), RankInfo()) == {"started": 1.0}
+    assert launch(configure(*elastic)[1], RankInfo()) == {"started": 1.0}
 
 
 @pytest.mark.parametrize(("raised", "status"), [(Preempted("SIGTERM"), 143), (TimeoutError(), 2)])

@@ -23,7 +23,7 @@ from runner.input.datasets import load_data
 from runner.paths import CONF
 from runner.planning.cell import Cell, distinct_ranks, plan_cell
 from runner.planning.costs import Costs, load_device, with_measured_link
-from runner.planning.imagined_rank import RankPlan, plan_rank, without_forward
+from runner.planning.imagined_rank import ModeConfig, RankPlan, plan_rank, without_forward
 from runner.planning.memory import KINDS, MemoryTracker
 from runner.planning.modes import plan_modes
 from runner.planning.simulation import simulate
@@ -45,7 +45,7 @@ MODES = ("allreduce", "ddp", "fsdp", "local_sgd", "pipeline", "ps", "tp", "zero"
 def plan(rank: int, world_size: int, *overrides: str) -> RankPlan:
     config, request = worlds.configure(*overrides)
     data = load_data(config, request.command.choices, worlds.unconnected())
-    return plan_rank(config, request.command.choices, data, rank, world_size)
+    return plan_rank(ModeConfig(config, request.command.choices), data, rank, world_size)
 
 
 class UnitCosts(Costs):
@@ -121,8 +121,9 @@ def test_a_stage_or_a_server_has_the_memory_of_its_own_tensors() -> None:
 def test_a_model_whose_forward_cannot_run_needs_parameters_gradients_and_optimizer_state(mode: str) -> None:
     config, request = worlds.configure(*MLP, "loss=cross_entropy", f"parallel={mode}")
     data = load_data(config, request.command.choices, worlds.unconnected())
-    least = plan_rank(without_forward(config), request.command.choices, data, 0, 2)
-    usual = plan_rank(config, request.command.choices, data, 0, 2)
+    composed = ModeConfig(config, request.command.choices)
+    least = plan_rank(without_forward(composed), data, 0, 2)
+    usual = plan_rank(composed, data, 0, 2)
     for kind in ("parameters", "optimizer state"):
         assert least.memory[kind] == usual.memory[kind] > 0
     assert least.memory["gradients"] >= usual.memory["gradients"]  # of which not all exist at the peak
@@ -281,7 +282,8 @@ def test_stages_that_are_not_planned_take_part_in_the_step(tmp_path: Path) -> No
     overrides = ("model=mlp", "model.hidden=[16,16,16,16,16]", "data.sample_shape=[1,8,8]", "parallel=pipeline")
     config, request = worlds.configure(*overrides, "parallel.stages=6")
     data = load_data(config, request.command.choices, worlds.unconnected())
-    cell = plan_cell(config, request.command.choices, data, "pipeline", 6, 1e9, Costs(load_device("h100", [CONF]), 6))
+    composed = ModeConfig(config, request.command.choices)
+    cell = plan_cell(composed, data, "pipeline", 6, 1e9, Costs(load_device("h100", [CONF]), 6))
     assert [rank.rank for rank in cell.ranks] == [0, 1, 3, 5]
     assert 0.3 < cell.bubble < 0.8  # of equal stages it is 5/9
 
@@ -383,7 +385,8 @@ def test_a_step_has_no_more_samples_than_the_data() -> None:
     few = ("model=mlp", "data=random", "data.num_train=6", "batch_size=16", "parallel=allreduce")
     config, request = worlds.configure(*few)
     data = load_data(config, request.command.choices, worlds.unconnected())
-    cell = plan_cell(config, request.command.choices, data, "allreduce", 5, 1e9, Costs(load_device("h100", [CONF]), 5))
+    composed = ModeConfig(config, request.command.choices)
+    cell = plan_cell(composed, data, "allreduce", 5, 1e9, Costs(load_device("h100", [CONF]), 5))
     assert [(rank.rank, rank.rows) for rank in cell.ranks] == [(0, 2)]
     assert cell.ranks[0].num_samples == 6 and cell.samples_per_s == 6 / cell.step_s
 

@@ -1,9 +1,6 @@
 """task=train: the place in the data at which a resumed run continues."""
 
-from dataclasses import replace
-
 import pytest
-import worlds
 
 from runner.checkpoints.layout import TrainState
 from runner.tasks.train import _in_epochs_of
@@ -23,6 +20,5 @@ def test_a_resumed_run_continues_at_the_first_unread_samples(
     batch_size: int, steps_per_epoch: int, epoch: int, step_in_epoch: int
 ) -> None:
     state = TrainState(step=19, epoch=2, step_in_epoch=3, batch_size=4)  # 12 samples of the epoch have been read
-    config, _ = worlds.configure("model=toy", "data=toy", f"batch_size={batch_size}")
-    resumed = _in_epochs_of(state, replace(config, resume_force=True), steps_per_epoch)
+    resumed = _in_epochs_of(state, batch_size, steps_per_epoch, resume_force=True)
     assert resumed == TrainState(step=19, epoch=epoch, step_in_epoch=step_in_epoch, batch_size=batch_size)

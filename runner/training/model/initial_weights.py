@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from runner.checkpoints.layout import MANIFEST, choose_checkpoint, list_checkpoints, verify
 from runner.checkpoints.weights_file import open_weights
-from runner.config.diagnostics.import_target import locate
-from runner.config.schema import Config, InitFrom
+from runner.config.schema import InitFrom
 from runner.distributed.world import World
 from runner.errors import InputError, as_input_error, near_hint
 from runner.optimization.parameter_patterns import counted, names_of, near
@@ -22,30 +21,30 @@ ARROW = "->"  # between a pattern and its replacement
 _LISTED, _LOGGED = 4, 8  # names in a message and in a line of the header
 
 
-def find_initial_weights(config: Config, directory: str | None, world: World) -> Path | None:
+def find_initial_weights(path: str | None, directory: str | None, world: World) -> Path | None:
     """Return the result of `locate_initial_weights` on rank 0. All ranks must call it."""
-    if config.init_from.path is None:
+    if path is None:
         return None
 
     def find() -> str:
-        return str(locate_initial_weights(config, directory or world.consensus.before_restart("directory")) or "")
+        return str(locate_initial_weights(path, directory or world.consensus.before_restart("directory")) or "")
 
     with as_input_error():
         found = world.consensus.broadcast("init_from", find)
     return Path(found) if found else None
 
 
-def locate_initial_weights(config: Config, directory: str | None) -> Path | None:
-    """Return the file or checkpoint that `init_from` names. Raise InputError if it cannot be read.
+def locate_initial_weights(path: str | None, directory: str | None) -> Path | None:
+    """Return the file or checkpoint that `init_from.path` names. Raise InputError if it cannot be read.
 
-    Return None without `init_from`, or if the run continues from a checkpoint, its own or that of `run=`.
+    Return None without a path, or if the run in `directory` continues from its own checkpoint.
     """
-    if config.init_from.path is None or locate(config.task["_target_"]).reads_checkpoint:
+    if path is None:
         return None
     if directory is not None and list_checkpoints(Path(directory) / CHECKPOINTS):
         return None
-    with as_input_error(f"init_from.path={config.init_from.path}: "):
-        return _resolve(Path(config.init_from.path)).absolute()
+    with as_input_error(f"init_from.path={path}: "):
+        return _resolve(Path(path)).absolute()
 
 
 def _resolve(path: Path) -> Path:
