@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from runner.distributed.batch_norm_over_ranks import batch_norm_over
 from runner.distributed.module_class import subclass_of
@@ -125,21 +125,18 @@ class RecordBatchNorm(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def synchronize_batch_norm(model: nn.Module, device: torch.device | None = None) -> nn.Module:
+def synchronize_batch_norm(model: nn.Module) -> nn.Module:
     """Let batch norm in training normalize over the whole batch of all ranks. Return `model`.
 
     This changes the modules whose forward calls batch_norm: BatchNorm layers, their subclasses, and those that
-    RecordBatchNorm has found. On CUDA or XPU, nn.BatchNorm1d, 2d and 3d become torch's nn.SyncBatchNorm; any other
-    module becomes the SyncBatchNorm below. Only the class of the object changes, so that its parameters, buffers and
-    hooks, and all references to it stay valid. Call it when the model is on its device, before DDP or FSDP wraps it.
-    The process group need not exist yet.
+    RecordBatchNorm has found. Only the class of the object changes, so that its parameters, buffers and hooks, and all
+    references to it stay valid. Call it before DDP or FSDP wraps the model. The process group need not exist yet.
 
     Raises ValueError, before any change, for a layer whose forward computes the statistics of the batch itself.
     """
     modules: list[Any] = []
     for name, module in model.named_modules():
-        is_synchronized = isinstance(module, (SyncBatchNorm, nn.SyncBatchNorm))
-        if is_synchronized or not _calls_batch_norm(module):
+        if isinstance(module, SyncBatchNorm) or not _calls_batch_norm(module):
             continue
         if _usage(module).trains_without or isinstance(module, LazyModuleMixin):
             raise ValueError(
@@ -148,15 +145,9 @@ def synchronize_batch_norm(model: nn.Module, device: torch.device | None = None)
             )
         modules.append(module)
     for each in modules:
-        # A layer without tensors is on the model's device, unless the argument names one.
-        tensors = (*each.parameters(), *each.buffers(), *model.parameters(), *model.buffers())
-        where = device.type if device is not None else tensors[0].device.type if tensors else "cpu"
+        each.uses_batch_in_evaluation = _uses_batch_in_evaluation(each)
         kind: Any = type(each)
-        if where in ("cuda", "xpu") and kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
-            each.__class__ = nn.SyncBatchNorm
-        else:
-            each.uses_batch_in_evaluation = _uses_batch_in_evaluation(each)
-            each.__class__ = subclass_of(kind, SyncBatchNorm)
+        each.__class__ = subclass_of(kind, SyncBatchNorm)
         each.process_group = None  # all ranks
     return model
 
@@ -164,7 +155,7 @@ def synchronize_batch_norm(model: nn.Module, device: torch.device | None = None)
 def use_group(model: nn.Module, process_group: dist.ProcessGroup) -> None:
     """Let the model's synchronized layers normalize over these ranks, which read different samples."""
     for module in model.modules():
-        if isinstance(module, (SyncBatchNorm, nn.SyncBatchNorm)):
+        if isinstance(module, SyncBatchNorm):
             module.process_group = process_group
 
 
@@ -183,7 +174,7 @@ def statistics_of(layer: _BatchNorm) -> list[Tensor | None]:
 class SyncBatchNorm(nn.Module):
     """A module whose calls of batch_norm use the samples of all ranks of the group; combined with the module's class.
 
-    If batch_norm uses the statistics of the batch, all ranks must call the module, also with an empty batch.
+    If batch_norm uses the statistics of the batch, all ranks must call the module, also those without samples.
     Otherwise, such as in evaluation with running statistics, nothing changes.
     """
 
@@ -216,5 +207,22 @@ class _Synchronize(TorchFunctionMode):
         call = _read(func, args, kwargs)
         if call is None or not call.training:
             return func(*args, **kwargs)
+        is_counted = not any(isinstance(mode, Uncounted) for mode in _get_current_function_mode_stack())
+        counted = call.input if is_counted else call.input[:0]
         statistics = (call.running_mean, call.running_var)
-        return batch_norm_over(self._group, call.input, *statistics, call.weight, call.bias, call.momentum, call.eps)
+        normalized = batch_norm_over(
+            *(self._group, counted, *statistics, call.weight, call.bias, call.momentum, call.eps)
+        )
+        return normalized if is_counted else torch.cat([normalized, call.input])
+
+
+class Uncounted(TorchFunctionMode):
+    """Keeps a batch out of the statistics of batch norm, synchronized or not, because its samples are not counted."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        call = _read(func, args, kwargs or {})
+        if call is None or not call.training:
+            return func(*args, **(kwargs or {}))
+        num_channels, like = call.input.size(1), call.input if call.weight is None else call.weight
+        statistics = like.new_zeros(num_channels), like.new_ones(num_channels)
+        return F.batch_norm(call.input, *statistics, call.weight, call.bias, eps=call.eps)

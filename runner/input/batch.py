@@ -27,7 +27,7 @@ class MicroBatch:
     """This rank's samples of one micro-batch, the local micro-batch.
 
     If the rank has no samples, `data` contains one sample of the training data that is not counted, so that the model
-    can run on every rank. For a model with BatchNorm, whose statistics would include that sample, `data` has no rows.
+    can run on every rank.
     """
 
     data: Any  # a pytree of tensors, as the dataset collates it; by default (inputs, targets)

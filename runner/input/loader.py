@@ -31,7 +31,7 @@ class Loader:
     """Reads the samples that the sampler selects, in this process or in workers, and moves them to the device.
 
     If the dataset `reads_ahead` and there are no workers, several local micro-batches are read at once and then split.
-    A local micro-batch without samples has no rows with `allow_empty`, and otherwise one uncounted sample.
+    A local micro-batch without samples has one that is not counted.
     """
 
     def __init__(
@@ -48,7 +48,6 @@ class Loader:
         prefetch: int | None = None,
         weights: str | None = None,
         timeout_s: float | None = None,
-        allow_empty: bool = False,
     ):
         _check_options(num_workers, prefetch, timeout_s)
         if weights is not None and not shuffle:
@@ -71,7 +70,7 @@ class Loader:
                 f"{sampler.num_samples} samples; try batch_size={sampler.num_samples}"
             )
         self.sampler, self.dtype, self.device, self.memory_format = sampler, dtype, device, memory_format
-        self.allow_empty, self.seed = allow_empty, sampler.seed
+        self.seed = sampler.seed
         self._position = (0, 0)
         self.stream_position = Position()  # after the last step that was read, or of the loaded checkpoint
         # For each batch that is requested and not yet read: the indices of its local micro-batches.
@@ -181,7 +180,7 @@ class Loader:
         if self.is_stream:
             start = self.stream_position if first_step else None
             for step in range(first_step, self.sampler.steps_per_epoch):  # if it has no length, also after its end
-                yield step, epoch, self.sampler, self.allow_empty, start
+                yield step, epoch, self.sampler, start
             return
         local_batches = self.sampler.local_batches(epoch, first_step)
         for first in local_batches:
@@ -189,7 +188,7 @@ class Loader:
             # An empty local micro-batch cannot be split from others.
             for block in [together] if all(together) else [[indices] for indices in together]:
                 self._requested.append(block)
-                yield list(itertools.chain.from_iterable(block)), epoch, self.seed, self.allow_empty
+                yield list(itertools.chain.from_iterable(block)), epoch, self.seed
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of a batch on the device, in the dtype and memory format of the model."""

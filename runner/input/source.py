@@ -87,18 +87,16 @@ class Source(Dataset[Any]):
         """Return the dataset's own indices of samples of this split; messages and files name samples by them."""
         return list(indices) if self.rows is None else self.rows[torch.as_tensor(indices, dtype=torch.int64)].tolist()
 
-    def read(
-        self, indices: Sequence[int], epoch: int = 0, seed: int = 0, allow_empty: bool = False, stand_in: int = 0
-    ) -> Any:
+    def read(self, indices: Sequence[int], epoch: int = 0, seed: int = 0, stand_in: int = 0) -> Any:
         """Return a batch of the samples. Random numbers that reading a sample draws follow from seed, epoch and index.
 
-        If there are no indices, return a batch without rows if `allow_empty`, else a batch of the sample `stand_in`
-        without NaN, which would reach the gradients of other samples: 0 * NaN is NaN.
+        If there are no indices, return a batch of the sample `stand_in` without NaN, which would reach the gradients of
+        other samples: 0 * NaN is NaN.
         """
         batch = self._read(indices or [stand_in], epoch, seed)
         if indices:
             return batch
-        return map_tensors(lambda tensor: tensor[:0] if allow_empty else tensor.nan_to_num(0.0, 0.0, 0.0), batch)
+        return map_tensors(lambda tensor: tensor.nan_to_num(0.0, 0.0, 0.0), batch)
 
     def __getitems__(self, arguments: tuple[Any, ...]) -> Any:
         """Call `read` for DataLoader. In a worker, SystemExit and KeyboardInterrupt become a RuntimeError."""

@@ -146,8 +146,8 @@ class StepReader:
     def __init__(self, source: Any):
         self.source = source  # of a Stream
 
-    def __getitems__(self, request: tuple[int, int, Sampler, bool, Position | None]) -> StepSamples:
-        step, epoch, sampler, allow_empty, start = request  # start: where the epoch is resumed; None: position 0
+    def __getitems__(self, request: tuple[int, int, Sampler, Position | None]) -> StepSamples:
+        step, epoch, sampler, start = request  # start: where the epoch is resumed; None: position 0
         stream: Stream = self.source.dataset
         first = step * sampler.batch_size
         with seeded(sampler.seed, epoch, EPOCH):
@@ -157,7 +157,7 @@ class StepReader:
         if not found:
             return StepSamples([], [], 0, position, True)
         parts = [list(part) for part in replace(sampler, num_samples=first + found).positions(step)]
-        batches = [self.source.read(part, epoch, sampler.seed, allow_empty, stand_in=first) for part in parts]
+        batches = [self.source.read(part, epoch, sampler.seed, stand_in=first) for part in parts]
         return StepSamples(batches, parts, found, position, is_last)
 
 

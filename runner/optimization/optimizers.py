@@ -94,7 +94,7 @@ class OptimizerFactory:
 
     Args:
         shards: The ranks update shards of matrices.
-        splits: Each rank updates only some of the parameters.
+        splits: An update cannot combine all parameters; see Parallel.splits_parameters.
         step_key: Returns the seed of the current step, which an optimizer that draws random numbers gets.
     """
 
@@ -187,7 +187,7 @@ class OptimizerFactory:
             if depends.on_others and splits:
                 raise InputError(
                     f"{key}._target_={options[TARGET]}: its update of a parameter depends on the other parameters, but "
-                    f"under {mode} each rank updates only some of them; try parallel=ddp"
+                    f"{mode} spreads them unequally over the ranks; try parallel=ddp"
                 )
         return drawing
 

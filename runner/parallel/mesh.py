@@ -78,7 +78,8 @@ class Mesh(Parallel):
         """Set the attributes of a mode with these axes, which determine what it supports."""
         kind = Pipeline if axes.stage > 1 else TP if axes.tensor > 1 else FSDP if axes.shard > 1 else AllReduce
         self.meta_init, self.supported_objectives = axes.stage > 1 or axes.shard > 1, kind.supported_objectives
-        self.shards_matrices, self.splits_parameters = axes.shard > 1 or axes.tensor > 1, axes.stage > 1
+        self.shards_matrices = axes.shard > 1 or axes.tensor > 1
+        self.splits_parameters, self.draws_in_backward = axes.stage > 1 or axes.tensor > 1, axes.stage == 1
         of_stages = [each.of_axis("parallel=pipeline", f"parallel.stage={axes.stage}") for each in Pipeline.refusals]
         of_layers = [each.of_axis("parallel=tp", f"parallel.tensor={axes.tensor}") for each in TP.refusals]
         self.refusals = (*(of_stages if axes.stage > 1 else ()), *(of_layers if axes.tensor > 1 else ()))

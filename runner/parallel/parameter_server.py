@@ -83,7 +83,7 @@ class ParameterServer(Parallel):
     ):
         self.is_async, self.is_remote, self.allow_network = updates == "async", forward == "remote", allow_network
         self.supported_objectives = "supervised" if self.is_remote else "one_loss"
-        self.can_recompute = not self.is_remote
+        self.can_recompute = self.draws_in_backward = not self.is_remote
 
     def axes(self, world_size: int) -> Axes:
         if world_size < 2:

@@ -52,6 +52,7 @@ class Pipeline(Parallel):
     needs_group = True
     meta_init = True
     splits_parameters = True
+    draws_in_backward = False
     supported_objectives = "supervised"
     fails_at_once = False
     mode, stages_key = "parallel=pipeline", "parallel.stages"  # as in messages

@@ -32,6 +32,7 @@ class TP(Parallel):
 
     needs_group = True
     shards_matrices = True
+    splits_parameters = True
     fails_at_once = False
     refusals = (
         # The scaler unscales all gradients in one operator, which does not accept plain tensors and DTensors.

@@ -200,7 +200,7 @@ def _batch(experiment: Experiment, make_data: MakeData, times: int = 1) -> StepB
     micro_batches = []
     for positions in sampler.positions(0):
         count = times * len(positions)
-        data = make_data(count or (0 if loader.allow_empty else 1))
+        data = make_data(count or 1)
         micro_batches.append(MicroBatch(data, range(count)))
     return StepBatch(micro_batches, sampler.step_size(0), 0.0)
 

@@ -12,7 +12,7 @@ from torch import nn
 from runner.config.instantiate import make_group
 from runner.config.schema import DEBUG_BATCHES, SPLITS, Config
 from runner.distributed.local.exchange import exchange_on_machine
-from runner.distributed.sync_batch_norm import has_batch_norm, normalizes_in_evaluation
+from runner.distributed.sync_batch_norm import normalizes_in_evaluation
 from runner.distributed.world import World
 from runner.errors import InputError, as_input_error
 from runner.input.batch import cast_floating
@@ -229,24 +229,29 @@ class Assembly:
     def adapt_model(self) -> None:
         """Change what the forward does: BatchNorm over all ranks, recomputation, seeds of stages, and compilation."""
         config, module, draws = self._config, self._module, self._found.draws
-        # A deferred model is still on the meta device.
-        device = self._world.device if self.components.model.deferred else None
-        synchronize_as_configured(config.sync_batchnorm, module, self.axes, device)
+        synchronize_as_configured(config.sync_batchnorm, module, self.axes)
         if self._trains:
             self.warnings += describe_batch_norm(config.micro_batches, module, self.axes)
         checkpoint_activations(module, config.activation_checkpointing)
-        if draws.follows and (stages := offered(module, "stages")):
-            is_known = draws.seed_stages(module, stages())
-            if self.axes.stage > 1 and not is_known:
-                draws.follows = False
-                other = "a stage begins with a module of another stage"
-                why = "it calls torch.utils.checkpoint" if draws.recomputes else other
-                self.warnings.append(
-                    f"parallel={self._choices['parallel']}: the random numbers of model={self._choices['model']} "
-                    f"depend on the number of ranks, because {why}"
-                )
+        if draws.follows and (why := self._seed_stages()):
+            draws.follows = False
+            self.warnings.append(
+                f"parallel={self._choices['parallel']}: the random numbers of model={self._choices['model']} "
+                f"depend on the number of ranks, because {why}"
+            )
         if config.compile:
             module.compile()
+
+    def _seed_stages(self) -> str:
+        """Let each stage of the model begin with its own seed. Return why draws cannot follow the samples, or ""."""
+        draws, stages = self._found.draws, offered(self._module, "stages")
+        is_known = not stages or draws.seed_stages(self._module, stages())
+        if not self.parallel.draws_in_backward:
+            if draws.recomputes:
+                return "it calls torch.utils.checkpoint"
+            if draws.for_gradients:
+                return "hooks of its gradients draw them"
+        return "" if is_known or self.axes.stage == 1 else "a stage begins with a module of another stage"
 
     def finish(self) -> Experiment:
         """Construct the optimizer, the loaders and what observes the run. Return the experiment."""
@@ -340,7 +345,6 @@ class Assembly:
             dtype=self._precision.parameter_dtype,
             device=self._world.device,
             memory_format=self._memory_format,
-            allow_empty=has_batch_norm(self._module),
         )
         return loader
 

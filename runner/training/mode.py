@@ -144,8 +144,10 @@ class Parallel(ABC):
         spans_devices: A model may be spread over several devices of one rank.
         needs_all_gradients: Each loss of a step must depend on all parameters that it trains.
         shards_matrices: An optimizer updates shards of matrices.
-        splits_parameters: Each rank updates only some of the parameters.
+        splits_parameters: An update cannot combine all parameters: each rank updates only some of them, or only some
+            are sharded.
         can_recompute: A model may call torch.utils.checkpoint around random functions.
+        draws_in_backward: The random numbers of a backward can follow the samples.
         supported_objectives: `supervised` (a loss of outputs and targets), `one_loss` (also an objective that calls
             the model itself), or `several_losses` (also several losses, each with its own optimizer, named terms of a
             loss, and losses that gather the rows of all ranks).
@@ -163,6 +165,7 @@ class Parallel(ABC):
     shards_matrices: bool = False
     splits_parameters: bool = False
     can_recompute: bool = True
+    draws_in_backward: bool = True
     supported_objectives: Literal["supervised", "one_loss", "several_losses"] = "one_loss"
     round_steps: int = 1
     fails_at_once: bool = True

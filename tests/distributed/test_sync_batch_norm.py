@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import run_ranks
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
@@ -19,6 +19,7 @@ from torch.testing import assert_close
 from runner.distributed.sync_batch_norm import (
     RecordBatchNorm,
     SyncBatchNorm,
+    Uncounted,
     has_batch_norm,
     is_batch_norm,
     keeps_all_buffers,
@@ -237,6 +238,34 @@ def test_batch_that_is_empty_on_all_ranks_changes_no_statistics() -> None:
     run_ranks(check_against_one_process, 2, layer, [torch.randn(0, 3, 4, 4)], [0, 0], EXACT)
 
 
+def test_samples_that_are_not_counted_change_no_statistics() -> None:
+    batch = torch.randn(5, 3, 4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def run(rank: int, world_size: int) -> None:
+        layer, alone = nn.BatchNorm2d(3).double(), nn.BatchNorm2d(3).double()
+        synchronized = synchronize_batch_norm(copy.deepcopy(layer))
+        expected, input = alone(batch), batch if rank == 0 else torch.full_like(batch[:2], 9.0)
+        with nullcontext() if rank == 0 else Uncounted():
+            output, separate = synchronized(input), layer(input)
+        (output.square().sum() * (rank == 0)).backward()
+        expected.square().sum().backward()
+        if rank == 0:
+            check_close(output, expected, EXACT)
+        for name, statistic in alone.named_buffers():
+            check_close(synchronized.get_buffer(name), statistic, EXACT)
+        for parameter, expected_parameter in zip(synchronized.parameters(), alone.parameters(), strict=True):
+            assert parameter.grad is not None and expected_parameter.grad is not None
+            check_close(parameter.grad, expected_parameter.grad * (rank == 0), EXACT)
+        if rank == 1:  # layers that are not synchronized
+            (separate.sum() * 0).backward()
+            assert torch.equal(layer.running_mean, torch.zeros(3).double())
+            assert all(p.grad is not None and not p.grad.any() for p in layer.parameters())
+            with Uncounted():  # as with autocast
+                assert layer.float()(input.bfloat16()).dtype == torch.bfloat16
+
+    run_ranks(run, 2)
+
+
 def test_group_synchronizes_only_its_ranks() -> None:
     batch = torch.randn(8, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
@@ -325,13 +354,6 @@ def test_conversion_keeps_everything_but_the_class() -> None:
     for copied in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
         assert isinstance(copied.tied, SyncBatchNorm) and copied.tied is copied.first[1]
         assert_close(copied.state_dict(), net.state_dict())
-
-
-def test_gpu_layers_become_torchs_sync_batch_norm() -> None:
-    with FakeTensorMode():  # tensors that claim to be on a GPU, on a machine without one
-        layers = [nn.BatchNorm2d(3, device="cuda"), nn.BatchNorm2d(3, affine=False, track_running_stats=False)]
-        net = synchronize_batch_norm(nn.Sequential(*layers))
-    assert [type(layer) for layer in net.children()] == [nn.SyncBatchNorm] * 2
 
 
 def test_layers_that_compute_their_own_statistics_are_refused_without_changes() -> None:

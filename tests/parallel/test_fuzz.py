@@ -38,7 +38,8 @@ SHARDED = ("block", "heads", "between_dropout", "between_noise", "between_tokens
 # Parts that may differ from one process after a warning of this pattern in the header: the documentation lists them.
 DRAWS = "so that results depend on the number of ranks and micro_batches"
 WARNED = dict.fromkeys(("rrelu", "views", "transposed", "von_mises", "vectorized", "noisy_gradient"), DRAWS)
-WARNED |= {"state_list": r"\bcalls\b", "state_tensor": r"\blowered\b"}
+WARNED["noisy_gradient"] += "|hooks of its gradients draw them"
+WARNED |= {"state_list": r"\bcalls\b", "state_tensor": r"\blowered\b", "state_number": r"\btemperature\b"}
 RANDOM = {"attention", "dropout", "noise", "inplace_dropout", *WARNED, *SHARDED} - STATES
 WEIGHTS = [0.2 if part in WARNED else 0.5 if part in STATES else 1 for part in PARTS]
 

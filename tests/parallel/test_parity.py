@@ -193,3 +193,20 @@ def test_last_batch_may_leave_ranks_without_samples(mode: str, one_process: Call
     overrides = (*overrides, "max_steps=4")
     made = run(tmp_path, 2, *overrides, f"parallel={mode}")
     assert made.losses == pytest.approx(one_process(*overrides).losses, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("parallel=ddp",), ("parallel=ddp", "activation_checkpointing=full"), ("parallel=fsdp",), ("parallel=tp",)],
+    ids=" ".join,
+)
+def test_a_rank_without_samples_runs_batch_norm_and_attention(
+    options: tuple[str, ...], one_process: Callable[..., Run], tmp_path: Path
+) -> None:
+    """torch's attention cannot be called without samples, and BatchNorm must not count the one that stands in."""
+    overrides = (
+        *("model=linear", "model._target_=fuzz_parts.Net", "+model.parts=[norm_act,block]", "+model.reader=encoder"),
+        *("data=toy", "data._target_=fuzz_parts.Sequences", "data.sample_shape=[3,10]", "data.num_train=10"),
+        *("batch_size=4", "max_steps=4", *COMMON),
+    )
+    assert_equal(run(tmp_path, 4 if "tp" in options[0] else 3, *overrides, *options), one_process(*overrides))

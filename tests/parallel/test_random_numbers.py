@@ -124,6 +124,24 @@ def test_draws_between_the_sharded_layers_of_a_mesh(name: str, one_process: Call
     assert_equal(run(tmp_path, 4, *COMMON, *EXPERIMENTS[name], *mesh), one_process(*COMMON, *EXPERIMENTS[name]))
 
 
+def test_draws_for_gradients(one_process: Callable[..., Run], tmp_path: Path) -> None:
+    """They follow the samples, but a pipeline computes the gradients of each stage separately."""
+    overrides = ("model=linear", "model._target_=fuzz_parts.Net", "+model.parts=[noisy_gradient,block]", "data=toy")
+    made = run(tmp_path / "fsdp", 2, *COMMON, *overrides, "parallel=fsdp")
+    assert_equal(made, one_process(*COMMON, *overrides))
+    made = run(tmp_path / "pipeline", 1, *COMMON, *overrides, "parallel=pipeline")
+    assert (
+        "depend on the number of ranks, because hooks of its gradients draw them" in (made.path / "log.txt").read_text()
+    )
+
+
+def test_the_order_of_the_samples_is_found_without_weights(one_process: Callable[..., Run], tmp_path: Path) -> None:
+    """The placeholders of weights that are created later must not make all features equal."""
+    overrides = ("model=linear", "model._target_=fuzz_parts.Net", "+model.parts=[group_norm,transposed]", "data=toy")
+    made = run(tmp_path, 2, *COMMON, *overrides, "parallel=fsdp")
+    assert_equal(made, one_process(*COMMON, *overrides))
+
+
 @pytest.mark.thorough
 def test_resuming_on_other_numbers_of_ranks(one_process: Callable[..., Run], tmp_path: Path) -> None:
     recompute = "activation_checkpointing=full"

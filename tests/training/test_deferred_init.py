@@ -91,8 +91,9 @@ def test_probe_runs_without_weights() -> None:
 def run_probe(rank: int, world_size: int) -> None:
     model = nn.Sequential(ConvNet((1, 8, 8), 3), nn.LogSoftmax(dim=-1)).to("meta").eval()
     with torch.no_grad():
-        outputs = probe(model, call_model, torch.zeros(2, 1, 8, 8))
-    torch.testing.assert_close(outputs, torch.full((2, 3), 1 / 3).log())
+        outputs = probe(model, call_model, torch.rand(2, 1, 8, 8))
+    assert outputs.shape == (2, 3) and outputs.isfinite().all()
+    assert outputs.unique().numel() == 6  # layers of equal weights would make them equal
     assert all(parameter.is_meta for parameter in model.parameters())
 
 

@@ -12,7 +12,7 @@ from runner.errors import did_you_mean
 
 # Arguments that the runner itself passes to a group's constructor; for datasets see `provided`.
 PROVIDED = {
-    "loader": ("dataset", "sampler", "dtype", "device", "memory_format", "allow_empty"),
+    "loader": ("dataset", "sampler", "dtype", "device", "memory_format"),
     "objective": ("loss",),
     "optimizer": ("params",),
 }

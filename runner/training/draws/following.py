@@ -3,13 +3,14 @@
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from runner.distributed.sync_batch_norm import Uncounted
 from runner.errors import calling_line
 from runner.input.batch import MicroBatch
 from runner.input.rng import derive_seed, seed_all
@@ -34,6 +35,7 @@ class Draws:
         common: The functions and shapes of draws that all samples share.
         of_samples: The functions and shapes of the other draws for one sample, and the lines of user code.
         recomputes: True if the model itself calls torch.utils.checkpoint around a draw.
+        for_gradients: True if hooks of gradients draw.
         shard: The index of this rank's part and the number of parts, while a forward computes sharded features.
     """
 
@@ -45,6 +47,7 @@ class Draws:
     common: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
     of_samples: dict[tuple[str, tuple[int, ...]], set[str]] = field(default_factory=dict)
     recomputes: bool = False
+    for_gradients: bool = False
     shard: tuple[int, int] | None = None
     key: int = 0
     _part: int = 0
@@ -64,23 +67,26 @@ class Draws:
     ) -> Iterator[None]:
         """Let the random functions of torch draw the numbers of the samples of a micro-batch.
 
+        BatchNorm ignores the sample of a rank without samples, which is not counted.
+
         Args:
             micro_batch: The samples.
             part: The index of the loss. Each loss draws different numbers.
             key: The seed; None for that of the step.
             stage: The index of the stage that a rank of a pipeline computes.
         """
-        if not self.follows:
-            yield
-            return
-        self.key = self.key if key is None else key
-        self._part, self._computed_stage, self._is_following = part, stage, True
-        self._seed(0)
-        try:
-            with Following(self, micro_batch.indices or [0] * micro_batch.rows):
+        with nullcontext() if micro_batch.num_samples else Uncounted():
+            if not self.follows:
                 yield
-        finally:
-            self._is_following = False
+                return
+            self.key = self.key if key is None else key
+            self._part, self._computed_stage, self._is_following = part, stage, True
+            self._seed(0)
+            try:
+                with Following(self, micro_batch.indices or [0] * micro_batch.rows):
+                    yield
+            finally:
+                self._is_following = False
 
     def _seed(self, stage: int) -> None:
         self._stage = stage
@@ -115,7 +121,7 @@ class Draws:
         """Return how many times the samples occur along their dim, which has `width` entries per sample."""
         if self.find_repeats is not None and like is not None and width > 1:
             return self.find_repeats(kind, width, dim, like)
-        repeats = self.repeats.get(kind, 1) or width
+        repeats = self.repeats.get(kind, 1) or max(1, width)
         if width % repeats:
             self.warn(f"{kind[0]} draws for {width} entries per sample, unlike in the dry run")
             return 1

@@ -91,6 +91,8 @@ class Rows:
             return words
 
     def _words(self, size: int) -> Tensor:
+        if not self.shape.numel():  # such as the features of no token
+            return torch.empty(self.shape, dtype=torch.int32 if size == 32 else torch.int64, device=self.keys.device)
         dim, count = self.dim, len(self.keys)
         width = self.shape[dim] // max(1, count * self.repeats)
         start = self.start or (0,) * len(self.shape)

@@ -2,8 +2,8 @@
 
 import random
 import traceback
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -130,13 +130,29 @@ def _run(
             loss = objective.measure(model, name, micro_batch)
             if observed.has_hooks or _has_hooks(model):
                 observed.in_backward = True
-                loss.value.sum().backward()
+                with _dropping_gradients(model):
+                    loss.value.sum().backward()
                 observed.in_backward = False
-                model.zero_grad()
         model.eval()
         objective.evaluate(model, micro_batch)
     model.train()  # also modules that the passes have added
     return [name for name, tensor in model.named_parameters() if parameters.get(name, tensor) is not tensor]
+
+
+@contextmanager
+def _dropping_gradients(model: nn.Module) -> Iterator[None]:
+    """Drop the gradient of each parameter at once: the model may be larger than the memory of one rank."""
+
+    def drop(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.is_leaf]
+    handles = [parameter.register_post_accumulate_grad_hook(drop) for parameter in trained]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _has_hooks(model: nn.Module) -> bool:
@@ -153,9 +169,11 @@ def _compare(draws: Draws, two: list[Draw], three: list[Draw]) -> str:
         where = f"{draw.name} in {draw.line}"
         if draw.problem:
             return f"{where} {draw.problem}"
+        is_of_gradient = draw.in_backward and not draw.is_recomputed
         draws.recomputes |= draw.is_recomputed
+        draws.for_gradients |= is_of_gradient
         if draw.shape == larger.shape:
-            if draw.in_backward and not draw.is_recomputed:
+            if is_of_gradient:
                 return f"{where} draws for a gradient of all samples"
             draws.common.add((draw.name, draw.shape))
             continue

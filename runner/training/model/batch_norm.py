@@ -2,7 +2,6 @@
 
 from typing import Literal
 
-import torch
 from torch import nn
 
 from runner.distributed.sync_batch_norm import has_batch_norm, synchronize_batch_norm, trains_batch_norm
@@ -10,13 +9,11 @@ from runner.errors import InputError, as_input_error
 from runner.training.mode import Axes
 
 
-def synchronize_as_configured(
-    setting: Literal["auto"] | bool, module: nn.Module, axes: Axes, device: torch.device | None
-) -> None:
+def synchronize_as_configured(setting: Literal["auto"] | bool, module: nn.Module, axes: Axes) -> None:
     """Let BatchNorm normalize over the samples of all ranks, unless `setting` is False or only one rank reads data.
 
-    setting: the value of `sync_batchnorm`. device: that of a model on the meta device, else None. Raises InputError if
-    the option has no effect, and for a layer that cannot be synchronized.
+    setting: the value of `sync_batchnorm`. Raises InputError if the option has no effect, and for a layer that cannot
+    be synchronized.
     """
     if setting is True and not trains_batch_norm(module):
         raise InputError(
@@ -25,7 +22,7 @@ def synchronize_as_configured(
         )
     if setting is not False and axes.data_ranks > 1 and has_batch_norm(module):
         with as_input_error(f"sync_batchnorm={setting}: "):
-            synchronize_batch_norm(module, device=device)
+            synchronize_batch_norm(module)
 
 
 def describe_batch_norm(micro_batches: int, module: nn.Module, axes: Axes) -> list[str]:

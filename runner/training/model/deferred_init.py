@@ -232,8 +232,8 @@ class _Mask(TorchFunctionMode):
 def probe(module: nn.Module, function: Callable[..., Any], *args: Any, device: torch.device | None = None) -> Any:
     """Call a function of the model and these arguments, with a placeholder for weights that are not initialized.
 
-    The placeholder of a parameter is an expanded view of one number, on the device of the arguments. Raises
-    UninitializedTensor if the function uses another tensor that is not initialized.
+    The placeholder of a parameter is a view of few numbers, on the device of the arguments. Raises UninitializedTensor
+    if the function uses another tensor that is not initialized.
     """
 
     def call(model: nn.Module) -> Any:
@@ -245,8 +245,9 @@ def probe(module: nn.Module, function: Callable[..., Any], *args: Any, device: t
 
 def placeholders(module: nn.Module, where: torch.device) -> dict[Tensor, Tensor]:
     """Return the replacements of the module's tensors that are on the meta device, or on another one than `where`."""
+    generator = torch.Generator().manual_seed(0)
     return {
-        tensor: torch.full((), PLACEHOLDER, dtype=tensor.dtype, device=where).expand(tensor.size())
+        tensor: _placeholder(tensor, where, generator)
         if tensor.is_meta and isinstance(tensor, nn.Parameter)
         else torch.full_like(tensor, PLACEHOLDER, device=where)  # forward may write to a buffer
         if tensor.is_meta
@@ -254,6 +255,18 @@ def placeholders(module: nn.Module, where: torch.device) -> dict[Tensor, Tensor]
         for tensor in chain(module.parameters(), module.buffers())
         if tensor.device != where
     }
+
+
+def _placeholder(parameter: nn.Parameter, where: torch.device, generator: torch.Generator) -> Tensor:
+    """Return a tensor like the parameter, of positive numbers that take little memory because its elements share them.
+
+    Neighbors along all dims differ, as trained weights do: a layer of equal weights would hide which features belong to
+    which sample.
+    """
+    strides = [2 * number + 1 for number in reversed(range(parameter.dim()))]
+    length = 1 + sum(max(0, size - 1) * stride for size, stride in zip(parameter.shape, strides, strict=True))
+    numbers = torch.rand(length, generator=generator).add(0.5).mul(PLACEHOLDER).to(where, parameter.dtype)
+    return numbers.as_strided(parameter.shape, strides).requires_grad_(parameter.requires_grad)
 
 
 def call_with(new: Mapping[Any, Tensor], module: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
