@@ -104,9 +104,7 @@ def test_a_full_disk_fails_the_run_which_resumes_when_there_is_space(
     reported = "".join(capfd.readouterr())
     assert "Logging error" not in reported and full.result["state"] == "failed"
     _, *lines = reported.partition("error: ")[2].strip().splitlines()
-    lines = [
-        line for line in lines if "tensorpipe" not in line
-    ]  # the library of parallel=ps logs the exit of each rank
+    lines = [line for line in lines if "tensorpipe" not in line]  # the library of parallel=ps logs that a rank exits
     assert lines[0].startswith(what.format(full.path)) and " could not be written: " in lines[0]
     assert len(lines) == 2 and lines[1].endswith("and resume")
     checkpoints = all_sound(full.path / "checkpoints")

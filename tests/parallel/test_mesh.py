@@ -43,7 +43,7 @@ FEW = ("model=mlp", "model.hidden=[12,10]", "data=toy", "data.num_train=33", "da
         pytest.param("shard=2 stage=2", CONVNET, marks=pytest.mark.soak),
         pytest.param("shard=2 stage=2 schedule=ZBV", (*DROPOUT, "model.tied=false"), marks=pytest.mark.thorough),
         pytest.param("shard=2 tensor=2", TRANSFORMER, marks=pytest.mark.thorough),
-        pytest.param("replicate=2 shard=2 tensor=2", FEW, marks=pytest.mark.thorough),
+        pytest.param("replicate=2 shard=2 tensor=2", FEW, marks=pytest.mark.soak),
         pytest.param("replicate=2 shard=2 tensor=2", TRANSFORMER, marks=pytest.mark.soak),
         pytest.param("shard=2 tensor=2 stage=2", TRANSFORMER, marks=pytest.mark.soak),
         pytest.param("shard=2 tensor=2 stage=2", DROPOUT, marks=pytest.mark.thorough),

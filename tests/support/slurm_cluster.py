@@ -41,7 +41,7 @@ SlurmdLogFile={dir}/slurmd-%n.log
 JobAcctGatherType=jobacct_gather/none
 JobRequeue=1
 SlurmdParameters=config_overrides
-KillWait=10
+KillWait=60
 NodeName=n1 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[1]} CPUs=8 State=UNKNOWN
 NodeName=n2 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[2]} CPUs=8 State=UNKNOWN
 PreemptType=preempt/partition_prio
