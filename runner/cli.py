@@ -78,16 +78,7 @@ def _read_flags() -> Namespace:
         except UnicodeEncodeError:
             text = f"{ascii(word)[1:-1]}: a path must be valid UTF-8, because the records contain it; rename it"
             raise InputError(text) from None
-    # Hydra's own --config-dir accepts one directory, which hides nothing: see runner.config.custom_dirs.
-    parser = ArgumentParser(parents=[get_args_parser()], add_help=False, conflict_handler="resolve")
-    parser.add_argument("--config-dir", "-cd", action="append", default=[], dest="config_dirs")
-    parser.add_argument("--local-rank", "--local_rank", type=int)  # appended by torch.distributed.launch
-
-    def refuse(message: str) -> NoReturn:
-        raise InputError(f"{message}; --help lists the flags")
-
-    parser.error = refuse  # type: ignore[method-assign]  # argparse would print the usage in eight lines
-    args, unknown = parser.parse_known_intermixed_args()
+    args, unknown = _flag_parser().parse_known_intermixed_args()
     if args.overrides and not args.help and re.fullmatch(r"\w+", args.overrides[0]):
         from runner.api.run_commands import suggest
 
@@ -105,6 +96,20 @@ def _read_flags() -> Namespace:
             raise InputError(f"--config-dir={directory} is not a directory; name the one with your model/*.yaml")
     args.config_dirs = absolute_dirs(args.config_dirs)
     return args
+
+
+def _flag_parser() -> ArgumentParser:
+    """Return the parser of Hydra's flags and of the runner's own, which raises InputError instead of exiting."""
+    # Hydra's own --config-dir accepts one directory, which hides nothing: see runner.config.custom_dirs.
+    parser = ArgumentParser(parents=[get_args_parser()], add_help=False, conflict_handler="resolve")
+    parser.add_argument("--config-dir", "-cd", action="append", default=[], dest="config_dirs")
+    parser.add_argument("--local-rank", "--local_rank", type=int)  # appended by torch.distributed.launch
+
+    def refuse(message: str) -> NoReturn:
+        raise InputError(f"{message}; --help lists the flags")
+
+    parser.error = refuse  # type: ignore[method-assign]  # argparse would print the usage in eight lines
+    return parser
 
 
 def _run(arguments: Arguments, multirun: bool, rank_info: RankInfo) -> int:

@@ -93,14 +93,10 @@ def sweep(overrides: Iterable[str] = (), config_dirs: Directories = ()) -> list[
 def _call(name: str, overrides: Iterable[str], config_dirs: Directories) -> Iterator[tuple[list[str], list[str]]]:
     """Yield the overrides and the absolute directories of a call, and restore the state of the process on exit.
 
-    Raise InputError if no run can start in this process.
+    Raise InputError if the arguments are invalid, or if no run can start in this process.
     """
     called = f"runner.{name}"
-    rank_info = find_rank_info()
-    if is_run_in_progress() or rank_info.world_size > 1:
-        raise InputError(f"{called} starts a new run, but this process is part of one; call it outside of any run")
-    if threading.current_thread() is not threading.main_thread():
-        raise InputError(f"{called} must be called in the main thread, which handles signals; start a process for it")
+    _check_process(called)
     if isinstance(overrides, str):
         raise InputError(f"{called}({overrides!r}): the overrides must be a list; use {called}({overrides.split()!r})")
     texts = list(overrides)
@@ -125,6 +121,14 @@ def _call(name: str, overrides: Iterable[str], config_dirs: Directories) -> Iter
         if number not in list(signal.Signals):
             raise
         raise Preempted(signal.Signals(number).name) from None
+
+
+def _check_process(called: str) -> None:
+    """Raise InputError if no run can start in this process."""
+    if is_run_in_progress() or find_rank_info().world_size > 1:
+        raise InputError(f"{called} starts a new run, but this process is part of one; call it outside of any run")
+    if threading.current_thread() is not threading.main_thread():
+        raise InputError(f"{called} must be called in the main thread, which handles signals; start a process for it")
 
 
 def _command(overrides: Iterable[str], config_dirs: Iterable[str], *flags: str) -> list[str]:

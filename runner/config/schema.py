@@ -8,35 +8,10 @@ from typing import Annotated, Any, Literal, get_type_hints
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
+from runner.config.rules import AtLeast, Between, OneOf, Rule
+
 SPLITS = ("train", "val", "test")  # of a dataset
 DEBUG_BATCHES = 3  # with debug=true, of each training epoch and each evaluation
-
-
-@dataclass(frozen=True)
-class AtLeast:
-    """The finite numbers from `least` on, or one of the words; for a list, one or more of these numbers."""
-
-    least: int
-    words: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Between:
-    """The numbers between two limits, which are not valid themselves. `example` is a valid value."""
-
-    low: float
-    high: float
-    example: str
-
-
-@dataclass(frozen=True)
-class OneOf:
-    """The only valid values."""
-
-    choices: tuple[Any, ...]
-
-
-Rule = AtLeast | Between | OneOf
 
 
 @dataclass

@@ -14,7 +14,7 @@ from runner.config.diagnostics.import_target import locate
 from runner.config.diagnostics.pattern_options import check_optimizer_groups, check_patterns
 from runner.config.diagnostics.signature import check_options, provided
 from runner.config.diagnostics.type_hints import show
-from runner.config.schema import GROUPS, NAMED_GROUPS, OF_TASKS, RULES, SECTIONS, Between, Config, OneOf, Rule
+from runner.config.schema import GROUPS, NAMED_GROUPS, OF_TASKS, RULES, SECTIONS, Config
 from runner.errors import near_hint
 
 AUTO = "auto"
@@ -143,7 +143,7 @@ def check_types(container: Mapping[str, Any], choices: Mapping[str, str]) -> lis
 
 def check_values(config: Config) -> list[str]:
     """Return one message for each top-level value that is wrong whatever else is chosen."""
-    checked = [_check_rule(key, attrgetter(key)(config), rule) for key, rule in RULES.items()]
+    checked = [rule.problem(key, attrgetter(key)(config)) for key, rule in RULES.items()]
     messages = [message for message in checked if message]
     if config.seed >= 2**63:
         messages.append(f"seed={config.seed} must be below 2**63; try seed=0")
@@ -175,33 +175,6 @@ def check_values(config: Config) -> list[str]:
     elif not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         messages.append(f"outputs={config.outputs} must be writable, but {existing} is no writable directory")
     return messages
-
-
-def _check_rule(key: str, value: Any, rule: Rule) -> str | None:
-    """Return a message if the value is not valid by the rule of its key."""
-    if isinstance(rule, OneOf):
-        if any(value == choice and type(value) is type(choice) for choice in rule.choices):
-            return None
-        names = list(map(show, rule.choices))
-        return f"{key}={show(value)} must be one of {', '.join(names)}{near_hint(show(value), names)}"
-    if value is None:
-        return None
-    if isinstance(rule, Between):
-        if rule.low < value < rule.high:
-            return None
-        limits = f"above {rule.low} and {'finite' if rule.high == math.inf else f'below {rule.high}'}"
-        return f"{key}={value:g} must be {limits}, or null; try {rule.example}"
-    if rule.words:
-        if value in rule.words or (type(value) is int and value >= rule.least):
-            return None
-        return f"{key}={show(value)} must be {', '.join(rule.words)} or n of at least {rule.least}"
-    if isinstance(value, list):
-        if value and all(rule.least <= each < math.inf for each in value):
-            return None
-        return f"{key}={value} must list numbers of at least {rule.least}; try [{rule.least}]"
-    if rule.least <= value < math.inf:
-        return None
-    return f"{key}={value} must be {'finite' if value == math.inf else f'at least {rule.least}'}"
 
 
 def check_batch(batch_size: int, micro_batches: int | str, parallel_micro_batches: int) -> list[str]:

@@ -89,7 +89,7 @@ def test_train_equals_the_command_and_restores_the_process(here: Callable[..., i
     torch.set_default_dtype(torch.float64)
     torch.use_deterministic_algorithms(True)
     try:
-        with initialize_config_dir(str(CONF), version_base="1.2"), torch.no_grad():
+        with initialize_config_dir(str(CONF), version_base="1.4"), torch.no_grad():
             before = state_of_process()
             first = runner.train([*TOY, "epochs=2"])
             again = runner.train(TOY, config_dirs=[]) and runner.train([*TOY, "epochs=2"])

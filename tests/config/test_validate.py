@@ -9,7 +9,8 @@ import pytest
 from runner.config import texts
 from runner.config.diagnostics.type_hints import show
 from runner.config.help.config_tree import ConfigTree
-from runner.config.schema import GROUPS, NAMED_GROUPS, RULES, SECTIONS, AtLeast, Between, Config, OneOf, Rule, as_config
+from runner.config.rules import AtLeast, Between, OneOf, Rule
+from runner.config.schema import GROUPS, NAMED_GROUPS, RULES, SECTIONS, Config, as_config
 from runner.config.validate import check_values
 from runner.paths import CONF
 
