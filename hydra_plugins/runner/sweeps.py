@@ -56,11 +56,11 @@ class OptunaSweeper(Sweeper):
     def sweep(self, arguments: list[str]) -> None:
         from runner.sweeps.jobs import Composer
         from runner.sweeps.study import run_study
-        from runner.sweeps.study_options import Options
+        from runner.sweeps.study_options import StudyOptions
 
         assert self.launcher is not None and self.config is not None
         composer = Composer(self.config, self.loader)
-        run_study(self.task, Options(**self.options), composer, self.launcher, _check_of(self.launcher))
+        run_study(self.task, StudyOptions(**self.options), composer, self.launcher, _check_of(self.launcher))
 
 
 class SlotsLauncher(Launcher):

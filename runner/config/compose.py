@@ -15,10 +15,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from runner.config.changes import check_resumable
 from runner.config.custom_dirs import on_search_path
 from runner.config.diagnostics.keys import value_problem
 from runner.config.diagnostics.overrides import explain
-from runner.config.recorded import check_resumable
 from runner.config.schema import GROUPS, NAMED_GROUPS, Config, apply_debug, as_config
 from runner.config.texts import typed_keys, typed_options
 from runner.config.validate import DESCRIBED, check_input, check_types

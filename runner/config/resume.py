@@ -190,7 +190,7 @@ def _find_run(command: _Command, key: str) -> Path:
 def _recorded(command: _Command, path: Path, key: str, dropped: Collection[str] = ()) -> tuple[list[str], list[str]]:
     """Return a run's overrides, without the keys `dropped`, and its custom directories with those of the command."""
     named = f"{key}={command.values[key]}"
-    recorded, directories = read_overrides(path, named, command.values.get("trust"))
+    recorded, directories = read_arguments(path, named, command.values.get("trust"))
     kept = [override for override in recorded if key_of(override) not in dropped]
     return kept, _merge_dirs(named, directories, command.config_dirs)
 
@@ -202,7 +202,7 @@ def _of_new_run(merged: list[str], pointing: str, config_dirs: list[str], code_o
     return Arguments([*merged, pointing], [*lasting, pointing], config_dirs, None, launched, code_of)
 
 
-def read_overrides(run: Path, named: str, trust: Any = None) -> tuple[list[str], list[str]]:
+def read_arguments(run: Path, named: str, trust: Any = None) -> tuple[list[str], list[str]]:
     """Return the overrides and the custom directories that a run recorded. Raise InputError as `check_trusted` does."""
     recorded = read_string_list(run / OVERRIDES)
     check_trusted(named, run, recorded, trust)
@@ -279,7 +279,7 @@ def _shared_code(run: Override, values: Mapping[str, Any], config_dirs: list[str
     found, code_of = [], None
     for value in (run.strip("'\"") for run in runs):
         named, path = f"{key}={value}", find_directory(key, {**values, key: value})
-        recorded = read_overrides(path, named, values.get("trust"))[1]
+        recorded = read_arguments(path, named, values.get("trust"))[1]
         code_of = _code_of(path, values) if key == "run" else None
         copy = find_code(path) if code_of else None
         found.append((_merge_dirs(named, recorded, config_dirs), copy and copy.name))

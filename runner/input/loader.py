@@ -17,7 +17,7 @@ from runner.distributed.machine import LARGER, check_shared_memory
 from runner.errors import JobFailed
 from runner.input.batch import MicroBatch, StepBatch, cast_floating
 from runner.input.pytree import map_tensors, split, tensors
-from runner.input.sample_weights import read_weights
+from runner.input.sample_weights import read_sample_weights
 from runner.input.sampler import Sampler
 from runner.input.source import Source
 from runner.input.stream import Position, StepReader, StepSamples, Stream
@@ -62,7 +62,7 @@ class Loader:
             sampler,
             shuffle=shuffle and not self.is_stream,
             drop_last=drop_last,
-            weights=None if weights is None else read_weights(weights, source),
+            weights=None if weights is None else read_sample_weights(weights, source),
         )
         if sampler.steps_per_epoch == 0:
             raise ValueError(

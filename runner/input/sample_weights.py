@@ -10,7 +10,7 @@ from runner.input.source import Source
 OF_DATA = "data"  # the value of the option that selects the dataset's weights
 
 
-def read_weights(option: str, source: Source) -> torch.Tensor:
+def read_sample_weights(option: str, source: Source) -> torch.Tensor:
     """Return one weight per sample, (N,) float64, from the dataset's attribute `sample_weights` or a .npy file.
 
     A file contains one weight for each sample of the training split, including those that `val_fraction` moves to the

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.checkpoints.layout import TrainState, choose_checkpoint, list_checkpoints, step_of
-from runner.config.recorded import changed_since
+from runner.config.changes import changed_since
 from runner.config.request import Request
 from runner.distributed.world import World
 from runner.errors import InputError, as_input_error

@@ -11,13 +11,13 @@ from torch import nn
 from runner.checkpoints.extra_state import load_extra_state, with_extra_state
 from runner.checkpoints.layout import LAST, TrainState, choose_checkpoint, read_train_state
 from runner.checkpoints.saved_state import SavedState, read_weights, without_extra_state
+from runner.config.changes import read_choices, read_config
 from runner.config.custom_dirs import add_to_path
 from runner.config.diagnostics.import_target import locate
 from runner.config.diagnostics.signature import check_options, provided
 from runner.config.instantiate import make_group
-from runner.config.recorded import read_choices, read_config
 from runner.config.recorded_code import RECORDED, importing_code_of
-from runner.config.resume import read_overrides
+from runner.config.resume import read_arguments
 from runner.errors import InputError, as_input_error
 from runner.optimization.precision import Precision, convert
 from runner.records.run_directory import CHECKPOINTS
@@ -41,7 +41,7 @@ def load_trained(run: Path, checkpoint: str = LAST, trust: bool = False, code: s
     directory belongs to another user and is not trusted. `checkpoint` and `code` are as in `runner.api.runs.Run.model`.
     """
     config, named = read_config(run), f"run={run}"
-    _, config_dirs = read_overrides(run, named, trust)
+    _, config_dirs = read_arguments(run, named, trust)
     if code != RECORDED and (missing := [directory for directory in config_dirs if not Path(directory).is_dir()]):
         raise InputError(f"{named}: its --config-dir={missing[0]} no longer exists; restore it")
     add_to_path(config_dirs)

@@ -7,7 +7,6 @@ files, and the paths of their copies.
 import ast
 import importlib.util
 import os
-import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -17,11 +16,19 @@ from typing import Any
 import runner
 from runner.errors import InputError, is_user_code
 from runner.paths import ROOT
-from runner.records.code_copy import CODE, Files, hash_of, original_path, read_copy, running_copy, write_copy
+from runner.records.code_copy import (
+    CODE,
+    Files,
+    find_copies,
+    hash_of,
+    original_path,
+    read_copy,
+    running_copy,
+    write_copy,
+)
 from runner.records.run_files import read_bytes, regular
 from runner.records.run_record import find_run
 
-_HASH = re.compile(r"[0-9a-f]{12}")
 # Groups and keys whose code determines the results of a run.
 DECISIVE = ("model", "data", "transforms", "transform_targets", "loss", "objective", "loader", "optimizer", "scheduler")
 
@@ -118,8 +125,7 @@ def find_code(run: Path, fix: str = "add code=current") -> Path | None:
     name = (find_run(run).code or {}).get("copy")
     if not isinstance(name, str):
         return None
-    candidates = [parent / CODE / name for parent in (run, run.parent) if _HASH.fullmatch(name)]
-    path = next((path for path in candidates if path.exists()), None)
+    path = next((path for path in find_copies(run) if path.name == name), None)
     if path is None:
         raise InputError(f"{run / CODE / name}: the copy of the run's code is missing; restore it, or {fix}")
     return path

@@ -51,7 +51,7 @@ class FrozenCode:
     since: str | None  # the time of an earlier submission that has written the copy; None for a new copy
 
 
-def freeze(directory: Path, config_dirs: Sequence[str], write: bool = True) -> FrozenCode:
+def freeze_code(directory: Path, config_dirs: Sequence[str], write: bool = True) -> FrozenCode:
     """Copy the current code to the directory of a run or a sweep, or return the copy that is already there.
 
     `config_dirs` are absolute paths. Raises InputError if one of them is too large or missing in the copy, or if the

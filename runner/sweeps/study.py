@@ -20,7 +20,7 @@ from runner.errors import InputError, first_line
 from runner.records.ledger import REMOVED, JobRecord, is_sweep, job_of, read_ledger
 from runner.records.run_record import DONE
 from runner.sweeps.jobs import Composer, complete_overrides, first_value
-from runner.sweeps.study_options import Options, TrialPruner, check_options, distribution, open_storage
+from runner.sweeps.study_options import StudyOptions, TrialPruner, check_study, distribution, open_storage
 from runner.sweeps.sweep import Sweep
 
 FAILED = ("failed", "refused")  # such a trial is not run again
@@ -34,7 +34,7 @@ class Study:
     """Optuna's study, which rank 0 opens, and the sweep that runs its trials."""
 
     sweep: Sweep
-    options: Options
+    options: StudyOptions
     fixed: list[str]  # the overrides that all jobs share
     swept: dict[str, Override]  # by key
     study: Any = None
@@ -133,7 +133,11 @@ class Study:
 
 
 def run_study(
-    sweep: Sweep, options: Options, composer: Composer, launcher: Launcher, check: Callable[[Sequence[Config]], None]
+    sweep: Sweep,
+    options: StudyOptions,
+    composer: Composer,
+    launcher: Launcher,
+    check: Callable[[Sequence[Config]], None],
 ) -> None:
     """Run the trials. All ranks must call it. Raises InputError, with nothing written, for invalid options.
 
@@ -152,7 +156,7 @@ def run_study(
 
     def check_all(configs: Sequence[Config]) -> None:
         if sweep.rank_info.rank == 0:
-            check_options(options, swept, configs[0])
+            check_study(options, swept, configs[0])
         check(configs)
 
     sweep.open([example], list(swept), composer, check_all, prepare=study.open)

@@ -19,8 +19,8 @@ DIRECTIONS = {"max": "maximize", "min": "minimize"}
 
 
 @dataclass
-class Options:
-    """The options of conf/hydra/sweeper/optuna.yaml. `check_options` replaces a metric or direction that is null."""
+class StudyOptions:
+    """The options of conf/hydra/sweeper/optuna.yaml. `check_study` replaces a metric or direction that is null."""
 
     metric: str
     direction: str
@@ -33,7 +33,7 @@ class Options:
     pruner: DictConfig
 
 
-def check_options(options: Options, swept: Mapping[str, Override], config: Config) -> None:
+def check_study(options: StudyOptions, swept: Mapping[str, Override], config: Config) -> None:
     """Raise InputError if an option is invalid. `config` is the configuration of the first job."""
     require_packages("hydra/sweeper=optuna", "optuna", "optuna")
     if not swept:

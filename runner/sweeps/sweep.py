@@ -229,7 +229,7 @@ class Sweep:
 
 def _check_code(recorded: list[JobRecord], launcher: dict[str, Any]) -> None:
     """Raise InputError if the code of jobs that have started has changed, because reports compare the jobs."""
-    from runner.config.recorded import check_code
+    from runner.config.changes import check_code
 
     codes = {str(find_run(job.directory).code): job for job in recorded if job.num_starts}
     for job in codes.values():

@@ -4,10 +4,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from runner.checkpoints.layout import list_checkpoints, step_of
+from runner.config.changes import read_config
 from runner.config.command import composing, prepare
 from runner.config.diagnostics.type_hints import show
 from runner.config.pointers import pointer_to, quote
-from runner.config.recorded import read_config
 from runner.config.recorded_code import RECORDED
 from runner.config.request import Request
 from runner.distributed.environment import RankInfo

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from runner.checkpoints.layout import list_checkpoints, read_train_state
-from runner.config.recorded import differences
+from runner.config.changes import differences
 from runner.config.schema import OF_TASKS, Config
 from runner.distributed.world import World
 from runner.errors import InputError, quantity

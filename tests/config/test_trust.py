@@ -12,7 +12,7 @@ import yaml
 import runner
 from runner.config.resume import add_recorded
 from runner.errors import InputError
-from runner.records.frozen_code import freeze
+from runner.records.frozen_code import freeze_code
 
 SMALL = ("model=mlp", "model.hidden=[16]", "data.sample_shape=[1,8,8]", "logger=none", "threads=1", "max_steps=2")
 OTHER_UID = 54321  # a uid that no user has
@@ -159,7 +159,7 @@ def test_code_in_a_directory_of_another_user_is_not_submitted(
     sbatch.write_text(f"#!/bin/sh\ncat $2 > {tmp_path}/submitted\necho 7\n")
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", f"{sbatch.parent}:{os.environ['PATH']}")
-    copy = freeze(run, []).path
+    copy = freeze_code(run, []).path
     give_away(copy / "installed" / "runner" / "cli.py")
     assert here(f"resume={run}", "max_steps=3", "launcher=slurm") == 2
     assert f"belongs to uid 54321 and would run {copy}" in capsys.readouterr().err

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from runner.input.loader import Loader
-from runner.input.sample_weights import read_weights
+from runner.input.sample_weights import read_sample_weights
 from runner.input.sampler import Sampler
 from runner.input.source import Source
 
@@ -49,8 +49,8 @@ def test_weights_of_a_file_and_of_a_dataset(tmp_path: Path) -> None:
         (own, expected),
         (replace(own, rows=rows), expected[rows]),
     ):
-        assert torch.equal(read_weights("data", source), weights)
-        assert torch.equal(read_weights(path, source), weights)
+        assert torch.equal(read_sample_weights("data", source), weights)
+        assert torch.equal(read_sample_weights(path, source), weights)
 
 
 @pytest.mark.parametrize(
@@ -66,9 +66,9 @@ def test_unsuitable_weights_are_refused(weights: Any, message: str, tmp_path: Pa
     path = str(tmp_path / "weights.npy")
     np.save(path, weights)
     with pytest.raises(ValueError, match=f"^loader.weights={path}{message}"):
-        read_weights(path, data())
+        read_sample_weights(path, data())
     with pytest.raises(ValueError, match=f"^loader.weights=data{message}"):
-        read_weights("data", data(sample_weights=weights))
+        read_sample_weights("data", data(sample_weights=weights))
 
 
 def test_a_loader_draws_by_weights() -> None:
@@ -85,6 +85,6 @@ def test_missing_weights_are_refused(tmp_path: Path) -> None:
         (f"{tmp_path}/bad.npy", "cannot be read: "),
     ):
         with pytest.raises(ValueError, match=f"^loader.weights={source}.*{message}"):
-            read_weights(source, data())
+            read_sample_weights(source, data())
     with pytest.raises(ValueError, match=r"^loader.shuffle=false has no effect with loader.weights=data; leave one"):
         Loader(data(), Sampler(10, 2), torch.float32, CPU, shuffle=False, weights="data")

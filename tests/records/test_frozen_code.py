@@ -14,7 +14,7 @@ from runner.paths import ROOT
 from runner.records import frozen_code, provenance
 from runner.records.code_copy import original_path, running_copy
 from runner.records.custom_code import imported_code, read_code
-from runner.records.frozen_code import freeze
+from runner.records.frozen_code import freeze_code
 from runner.records.provenance import git_diff, git_state
 from runner.records.run_record import RunRecord
 
@@ -66,7 +66,7 @@ def test_the_copy_has_the_runner_and_custom_code(mine: Path, monkeypatch: pytest
     if "models" in sys.modules:  # the package of models.custom, which was imported too
         monkeypatch.setitem(sys.modules, "models", sys.modules.pop("models"))
 
-    frozen = freeze(new_run(mine, "one"), [str(mine)])
+    frozen = freeze_code(new_run(mine, "one"), [str(mine)])
     sums = (frozen.path / "code.sha256").read_bytes()
     assert frozen.path == mine / "outputs" / "run" / "one" / "code" / hashlib.sha256(sums).hexdigest()[:12]
     subprocess.run(["sha256sum", "--quiet", "--check", "code.sha256"], cwd=frozen.path, check=True, timeout=60)
@@ -83,25 +83,25 @@ def test_the_copy_has_the_runner_and_custom_code(mine: Path, monkeypatch: pytest
 
 def test_frozen_code_is_reused(mine: Path) -> None:
     directory = new_run(mine, "one")
-    first = freeze(directory, [str(mine)])
+    first = freeze_code(directory, [str(mine)])
     (mine / "own.py").write_text("SCALE = 2\n")
-    again = freeze(directory, [str(mine)])
+    again = freeze_code(directory, [str(mine)])
     assert first.since is None and again.since is not None
     assert (again.path, again.config_dirs) == (first.path, first.config_dirs)
-    assert freeze(new_run(mine, "two"), [str(mine)], write=False).path.name != first.path.name
+    assert freeze_code(new_run(mine, "two"), [str(mine)], write=False).path.name != first.path.name
     (mine / "own.py").write_text("SCALE = 1\n")
-    assert freeze(new_run(mine, "three"), [str(mine)]).path.name == first.path.name
+    assert freeze_code(new_run(mine, "three"), [str(mine)]).path.name == first.path.name
     with pytest.raises(InputError, match=f"--config-dir=/other: {first.path} does not have this directory; remove"):
-        freeze(directory, [str(mine), "/other"])
+        freeze_code(directory, [str(mine), "/other"])
 
 
 @pytest.mark.fault("the frozen code of a job changed", outcome="refused")
 def test_a_damaged_copy_is_refused(mine: Path) -> None:
     directory = new_run(mine, "one")
-    path = freeze(directory, [str(mine)]).path
+    path = freeze_code(directory, [str(mine)]).path
     (path / "installed" / "runner" / "cli.py").write_text("")
     with pytest.raises(InputError, match=rf"{path} is damaged \(installed/runner/cli.py has changed\); restore it"):
-        freeze(directory, [str(mine)])
+        freeze_code(directory, [str(mine)])
 
 
 def test_a_large_directory_is_refused_before_it_is_copied(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,7 @@ def test_a_large_directory_is_refused_before_it_is_copied(mine: Path, monkeypatc
     monkeypatch.setattr(frozen_code, "MAX_FILES", 2)
     for write in (True, False):
         with pytest.raises(InputError, match=r"has 3 small files of 0 MiB, more than 2 or 100 MiB; move the data out"):
-            freeze(directory, [str(mine)], write)
+            freeze_code(directory, [str(mine)], write)
     assert list(directory.iterdir()) == []
 
 
@@ -120,7 +120,7 @@ def test_a_job_records_the_origin_and_the_uncommitted_changes_of_its_frozen_code
     with monkeypatch.context() as patched:
         patched.setattr(provenance, "git_state", lambda: git)
         patched.setattr(provenance, "git_diff", lambda: "a diff")
-        frozen = freeze(new_run(mine, "one"), [str(mine)])
+        frozen = freeze_code(new_run(mine, "one"), [str(mine)])
     assert running_copy() is None
     monkeypatch.setenv("RUNNER_CODE", str(frozen.path))
     assert original_path(f"{frozen.config_dirs[0]}/own.py") == str(mine / "own.py")
@@ -132,7 +132,7 @@ def test_a_job_records_the_origin_and_the_uncommitted_changes_of_its_frozen_code
 def test_a_job_records_the_modules_of_its_copy(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run of the job has no second copy of its custom modules."""
     run = new_run(mine, "one")
-    frozen = freeze(run, [str(mine)])
+    frozen = freeze_code(run, [str(mine)])
     monkeypatch.setenv("RUNNER_CODE", str(frozen.path))
     monkeypatch.syspath_prepend(frozen.config_dirs[0])
     monkeypatch.setitem(sys.modules, "own", importlib.import_module("own"))  # removed after the test

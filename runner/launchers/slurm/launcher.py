@@ -20,7 +20,7 @@ from runner.launchers.contract import Queue
 from runner.launchers.env import check_options
 from runner.launchers.slurm import script
 from runner.launchers.slurm.queue import POLL_S, check_sbatch, follow, last_job, leave_queued, query_ended, submit
-from runner.records.frozen_code import freeze
+from runner.records.frozen_code import freeze_code
 from runner.records.run_directory import new_directory
 
 # Options of sbatch that the launcher sets: from its own options, and because the script depends on them.
@@ -158,7 +158,7 @@ class Slurm(Queue):
         """
         config_dirs, note, select_code = list(runs[0][1].command.config_dirs), "", ""
         if self.code == "frozen":
-            frozen = freeze(directory, config_dirs, write=not self.dry_run)
+            frozen = freeze_code(directory, config_dirs, write=not self.dry_run)
             config_dirs = frozen.config_dirs
             select_code = script.FROZEN.format(code=shlex.quote(str(frozen.path)), hash=frozen.path.name)
             if frozen.since:
