@@ -18,7 +18,7 @@ from runner.training.components import Components
 from runner.training.mode import Axes, Parallel
 from runner.training.model.deferred_init import probe
 from runner.training.model.forward_state import mark_as_stateful, parts_of, restoring_all
-from runner.training.model.object_contents import are_equal, frozen_value
+from runner.training.model.object_state import frozen_value
 
 
 @dataclass
@@ -120,11 +120,11 @@ def _find_state(model: nn.Module, state: StateOfForward, objective: Objective, m
         covered = {
             id(part)
             for module, value in zip(extra, first_extra, strict=True)
-            if not are_equal(value, frozen_value(module.get_extra_state()))
+            if value != frozen_value(module.get_extra_state())
             for part in module.modules()
         }
         for (part, name), value in zip(changed, first, strict=True):
-            if are_equal(value, frozen_value(_get(part, name))):
+            if value == frozen_value(_get(part, name)):
                 continue
             state.parts.append(part)
             if id(part) in covered:

@@ -1,7 +1,9 @@
 """The state that an additional forward pass must not change, and submodules that an objective adds to a model."""
 
+import argparse
 import copy
 import random
+from collections import defaultdict, deque
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,6 +17,7 @@ from runner.parallel.loss_groups import prepare_loss_groups
 from runner.parallel.replica import Replica
 from runner.training.mode import Recipe
 from runner.training.model.forward_state import ForwardState, mark_as_stateful, restoring_all
+from runner.training.model.object_state import ObjectState, frozen_value
 from runner.training.model.submodules import attach_submodule
 
 
@@ -121,6 +124,28 @@ def test_all_state_of_marked_objects_is_restored() -> None:
 def _state_dict(attributes: dict[str, Any]) -> dict[str, torch.Tensor]:
     modules = attributes["_modules"].items()
     return {f"{name}.{key}": value for name, module in modules for key, value in module.state_dict().items()}
+
+
+def test_contents_of_many_types_are_restored_in_place() -> None:
+    part: Any = nn.Linear(1, 1)
+    part.options, part.lists, part.queue = argparse.Namespace(sizes=[1]), defaultdict(list), deque([1], maxlen=3)
+    part.set, part.array, part.nested, part.itself = {1, 2}, np.zeros(2), (torch.zeros(1), frozenset({3})), part
+    part.numpy, part.old, part.python = np.random.default_rng(0), np.random.RandomState(0), random.Random(0)
+    names = {*vars(part)} - {*vars(nn.Linear(1, 1))} - {"itself"}
+    before = {name: frozen_value(getattr(part, name)) for name in names}
+    state = ObjectState([part])
+    assert state.changed() == []
+    with state.saving_writes():
+        for change in (part.numpy.random, part.old.rand, part.python.random):
+            change()
+        for change in (part.options.sizes.append, part.lists["new"].append, part.queue.append, part.set.add):
+            change(5)
+        part.array[0], part.new = np.nan, 4
+        part.nested[0].add_(1)
+    assert {attribute.name for attribute in state.changed()} == names | {"new"}
+    assert all(frozen_value(getattr(part, name)) != before[name] for name in names)
+    state.restore()
+    assert before == {name: frozen_value(getattr(part, name)) for name in names} and not hasattr(part, "new")
 
 
 def test_a_pass_before_the_run_copies_only_what_it_writes() -> None:
