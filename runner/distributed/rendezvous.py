@@ -25,6 +25,7 @@ from runner.process.daemon_thread import call_in_daemon
 JOIN_TIMEOUT_S = 120.0  # until the configuration is known
 STOP_GRACE_S = 10.0  # for which a rank still looks for the others after a signal
 TRY_S = 2.0  # between checks for signals: Python resumes a system call that a signal has interrupted
+# A global, because a process joins its world once, whatever runs in it afterwards, such as the jobs of a sweep.
 _joined: dict[RankInfo, World] = {}
 
 

@@ -21,6 +21,7 @@ KINDS = (  # the collectives by which bytes are counted
     "scatter",
     "send",
 )
+# A global, as torch's dispatch modes are; those are per thread, but all threads count here.
 _entered: list["CommunicationCounter"] = []
 _lock = threading.Lock()  # exchanges may run in threads
 

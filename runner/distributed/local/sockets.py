@@ -22,7 +22,7 @@ Tag = tuple[int, int]  # identifies a group of ranks, and one of its exchanges b
 _HEADER = struct.Struct("=QQ")
 _CREDENTIALS = struct.Struct("=iII")  # process, user, group
 _TIME = struct.Struct("@ll")  # seconds, microseconds
-_open: "weakref.WeakSet[LocalSockets]" = weakref.WeakSet()
+_open: "weakref.WeakSet[LocalSockets]" = weakref.WeakSet()  # a global, because hooks of a fork have no arguments
 
 
 class LocalSockets:
