@@ -1,5 +1,6 @@
 """A rank of a pipeline: its stages, which torch's schedules run, and the parameters that it shares with other ranks."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -108,7 +109,7 @@ class StageModule(nn.Module):
         if position >= len(self.micro_batches):
             # No rank has this micro-batch. Gradients of zero must still reach all parameters.
             ends = [t for t in (received, *self.parameters()) if t.requires_grad]
-            zero = torch.stack([local_part(t).flatten()[:0].sum() for t in ends]).sum()
+            zero = torch.stack([local_part(t).flatten()[:0].sum().real for t in ends]).sum()
             if self.output is None:
                 return zero
             return zero + self.output.empty(self.num_samples, received.device).zero_()
@@ -225,8 +226,7 @@ class PipelineReplica(Replica):
         self._owners, self._outputs, self._last = owners, outputs, len(owners) - 1
         self._pipeline = mesh["stage"].get_group()
         self._first = pipelines(mesh)[0][mesh.get_local_rank("stage")]  # the first rank with these stages
-        self._tied = tied
-        self._make_schedule, self._num_micro_batches = make_schedule, num_micro_batches
+        self._tied, self._make_schedule, self._num_micro_batches = tied, make_schedule, num_micro_batches
         self._micro_batches: list[MicroBatch] = []  # of the current call of the schedule
         self._stages: dict[int, StageModule] = {}
         for number, chain in layers.items():
@@ -241,13 +241,13 @@ class PipelineReplica(Replica):
         self._local_loss = torch.zeros(())
         self._weight = torch.zeros((), dtype=torch.float64)
         own = {id(t) for stage in self._stages.values() for t in (*stage.parameters(), *stage.buffers())}
-        state = recipe.module.state_dict(keep_vars=True)
-        tensors = without_extra_state(state)
+        tensors = without_extra_state(recipe.module.state_dict(keep_vars=True))
         self._local_tensors = {name: tensor for name, tensor in tensors.items() if id(tensor) in own}
         self._all_names = list(tensors)
         parameters = list(dict.fromkeys(p for stage in self._stages.values() for p in stage.parameters()))
         loss_group, optimizer = LossGroup("loss", parameters, []), recipe.make_optimizer(parameters)
         options |= {"duplicates": mesh["tensor"].size() if "tensor" in (mesh.mesh_dim_names or ()) else 1}
+        self._data_ranks = len(pipelines(mesh)) // options["duplicates"]
         super().__init__(recipe, optimizer, loss_group, sum_over=sum_over, **options)
 
     def _shard(self, mesh: DeviceMesh) -> nn.Module:
@@ -268,7 +268,9 @@ class PipelineReplica(Replica):
         self._local_loss = torch.zeros((), dtype=self.precision.parameter_dtype, device=self.device)
         self._weight = torch.zeros((), dtype=torch.float64, device=self.device)
         self._num_samples = batch.num_samples
-        self._fit_schedule(max(1, *(m.rows for m in batch.micro_batches)))
+        # The same number in all pipelines, because torch reshards the stages of a new schedule.
+        most = math.ceil(batch.num_samples / (len(batch.micro_batches) * self._data_ranks))
+        self._fit_schedule(max(most, *(m.rows for m in batch.micro_batches)))
         # The schedule only passes on the numbers of micro-batches; StageModule looks up inputs and targets.
         numbers = torch.arange(count)
         for start in range(0, len(batch.micro_batches), count):

@@ -88,6 +88,18 @@ def test_checkpoint_moves_between_meshes(
     assert_equal(made, expected)
 
 
+def test_pipelines_share_shards_when_only_one_of_them_gets_larger_micro_batches(
+    one_process: Callable[..., Run], tmp_path: Path
+) -> None:
+    """Steps of 12 and 15 samples after an evaluation, which leaves the weights gathered."""
+    overrides = ("model=mlp", "model.hidden=[12,10]", "data=toy", "data.num_train=27", "batch_size=15", *COMMON)
+    overrides = (*overrides, "micro_batches=3", "max_steps=4")
+    made = run(tmp_path, 1, *overrides, "max_steps=1")
+    size, words = mesh("shard=2 stage=2")
+    run(tmp_path, size, f"resume={made.path}", *words, "parallel.micro_batches=2", "max_steps=4")
+    assert_equal(made, one_process(*overrides))
+
+
 def test_one_axis_is_computed_and_the_single_modes_are_corners() -> None:
     assert Mesh(replicate=2, tensor=2).axes(8) == Axes(replicate=2, shard=2, tensor=2)
     assert Mesh(shard=1, stage=None).axes(2) == Axes(stage=2, micro_batches=4)

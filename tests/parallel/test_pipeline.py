@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from parity import assert_equal
+from parity import COMMON, assert_equal
 from torch import nn
 from worlds import Run, build_experiment, run
 
@@ -33,6 +33,16 @@ def test_steps_may_have_fewer_samples_than_micro_batches(
     overrides = ("parallel=pipeline", f"parallel.schedule={schedule}", "optimizer=adamw")
     expected = one_process(*SHORT, "micro_batches=4", "optimizer=adamw")
     assert_equal(run(tmp_path, 2, *SHORT, *overrides), expected)
+
+
+def test_a_missing_micro_batch_of_a_stage_with_complex_parameters(
+    one_process: Callable[..., Run], tmp_path: Path
+) -> None:
+    """The second step has one sample for two micro-batches."""
+    overrides = ("model=linear", "model._target_=fuzz_parts.Net", "+model.parts=[rotary,block]", "data=toy")
+    overrides = (*overrides, "data.num_train=7", "batch_size=6", "max_steps=4", *COMMON)
+    made = run(tmp_path, 2, *overrides, "parallel=pipeline", "parallel.micro_batches=2")
+    assert_equal(made, one_process(*overrides))
 
 
 @pytest.mark.parametrize(

@@ -237,7 +237,7 @@ class Transposed(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         dropped = F.dropout(features.t().reshape(-1, 1), 0.3, self.training)
-        return dropped.reshape(features.shape[::-1]).t()
+        return dropped.reshape(features.shape[::-1]).t().contiguous()
 
 
 class VonMises(nn.Module):
