@@ -215,7 +215,7 @@ def test_a_cancelled_job_is_not_requeued_and_can_be_submitted_again(
 ) -> None:
     long = (*write_model(tmp_path, "slow", SLOW), "epochs=1000", "checkpoint.every_steps=5", "launcher=slurm")
     job, one = submitted(submit(cluster, commands, *long))
-    wait_until(lambda: newest_step(one) > 0)
+    wait_until(lambda: newest_step(one) > 0, timeout_s=300)
     refused = submit(cluster, commands, f"resume={one.path}")
     assert refused.returncode == 2
     assert refused.stderr == f"{one.path} belongs to job {job}, which is in the queue; `scancel {job}` ends it\n"

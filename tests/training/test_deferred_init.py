@@ -93,7 +93,7 @@ def run_probe(rank: int, world_size: int) -> None:
     with torch.no_grad():
         outputs = probe(model, call_model, torch.rand(2, 1, 8, 8))
     assert outputs.shape == (2, 3) and outputs.isfinite().all()
-    assert outputs.unique().numel() == 6  # layers of equal weights would make them equal
+    assert outputs[0].unique().numel() == 3  # layers of equal weights would make them equal
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
