@@ -39,8 +39,8 @@ SHARDED = ("block", "heads", "between_dropout", "between_noise", "between_tokens
 DRAWS = "so that results depend on the number of ranks and micro_batches"
 WARNED = dict.fromkeys(("rrelu", "views", "transposed", "von_mises", "vectorized", "noisy_gradient"), DRAWS)
 WARNED["noisy_gradient"] += "|hooks of its gradients draw them"
+WARNED["shared"] = "a stage begins with a module of another stage"  # if the model also draws random numbers
 WARNED |= {"state_list": r"\bcalls\b", "state_tensor": r"\blowered\b", "state_number": r"\btemperature\b"}
-RANDOM = {"attention", "dropout", "noise", "inplace_dropout", *WARNED, *SHARDED} - STATES
 WEIGHTS = [0.2 if part in WARNED else 0.5 if part in STATES else 1 for part in PARTS]
 
 CLASSES = "loss=cross_entropy"
@@ -191,8 +191,6 @@ def _draw_parts(rng: random.Random, chosen: set[str], splits_layers: bool) -> li
     # BatchNorm may have separate statistics there; and one process in a single phase would be the reference itself.
     if {"parallel=local_sgd", "parallel=ps"} & chosen or chosen == {"parallel=none"}:
         parts = [part for part in parts if part not in PER_PASS] or ["linear"]
-    if RANDOM & {*parts} and parts.count("shared") > 1:  # pipeline warns that random numbers differ
-        parts = ["linear" if part == "shared" else part for part in parts]
     return parts
 
 
