@@ -66,7 +66,9 @@ def fill(trainer: Trainer, batch: Any) -> None:
     if trainer.world.rank != 0 or trainer.state.step != 21:
         return
     (directory,) = Path(trainer.config.outputs, trainer.config.name).iterdir()
-    wait_until((directory / "checkpoints" / "step_20").exists)  # it is written in the background
+    newest, oldest = (directory / "checkpoints" / name for name in ("step_20", "step_14"))
+    # They are written and removed in the background; a later removal would make room for another checkpoint.
+    wait_until(lambda: newest.exists() and not oldest.exists())
     with (directory / "others").open("ab", buffering=0) as file:
         for size in (2**16, 2**12, 1):
             try:
