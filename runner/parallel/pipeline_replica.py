@@ -337,8 +337,7 @@ class PipelineReplica(Replica):
     def predict(self, micro_batch: MicroBatch) -> Prediction | None:
         """Run the model in evaluation mode. Return None on ranks without the last stage. All ranks must call it.
 
-        A rank can receive the next inputs as soon as it has sent its outputs, so that the ranks overlap. Nothing is
-        sent for a micro-batch without rows.
+        A rank can receive the next inputs as soon as it has sent its outputs, so that the ranks overlap.
         """
         rank = dist.get_rank(self._pipeline)
         features: Any = None
@@ -347,10 +346,9 @@ class PipelineReplica(Replica):
                 stage.eval()
                 if number > 0 and self._owners[number - 1] != rank:
                     features = self._outputs[number - 1].empty(micro_batch.rows, self.device)
-                    if micro_batch.rows:
-                        dist.recv(features, group_src=self._owners[number - 1], group=self._pipeline)
+                    dist.recv(features, group_src=self._owners[number - 1], group=self._pipeline)
                 features = stage(micro_batch.inputs if number == 0 else features)
-                if number < self._last and self._owners[number + 1] != rank and micro_batch.rows:
+                if number < self._last and self._owners[number + 1] != rank:
                     self._outputs[number].check(features)
                     dist.send(features.contiguous(), group_dst=self._owners[number + 1], group=self._pipeline)
                 stage.train()
