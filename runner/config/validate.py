@@ -36,6 +36,7 @@ TASK_FACTS = ("reads_run", "reads_checkpoint", "needs_experiment", "trains", "pi
 DESCRIBED: dict[str, dict[str, Any]] = {
     "data": {"sample_shape": list[int], "num_outputs": int},
     "optimizer": {"groups": list},
+    "scheduler": {"every": str},  # epoch or step, of a scheduler that changes an optimizer
 }
 
 
@@ -46,7 +47,8 @@ def check_input(config: Config, choices: Mapping[str, str]) -> list[str]:
         messages += _check_named(group, getattr(config, group))
     for group in GROUPS:
         node = getattr(config, group)
-        messages += check_options(group, node, provided(group, node), DESCRIBED.get(group, ()))
+        described = DESCRIBED.get(group, {}) if group != "scheduler" or provided(group, node) else {}
+        messages += check_options(group, node, provided(group, node), described)
     messages += check_patterns(config.init_from, config.freeze)
     messages += check_optimizer_groups(config.optimizer, provided("optimizer", config.optimizer))
     return messages or _check_task(config, choices)

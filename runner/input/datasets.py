@@ -71,7 +71,7 @@ def _check_streams(config: Config, choices: Mapping[str, str], train: Source, ev
         if source is train and task.trains and not stream.has_length:
             if config.max_steps is None:
                 raise InputError(f"max_steps=null: {data} is a stream without a length; try max_steps=1000")
-            if "every_epochs" in config.scheduler:
+            if "every_epochs" in config.scheduler or config.scheduler.get("every") == "epoch":
                 raise InputError(
                     f"scheduler={choices['scheduler']} counts epochs, and {data} is a stream without a length; try "
                     "scheduler=cosine"

@@ -103,6 +103,11 @@ class BlockSampler(Sampler):
         return [range(start, min(start + size, self.num_samples))]
 
 
+def count_steps(epochs: int, max_steps: int | None, steps_per_epoch: int) -> int:
+    """Return the number of optimizer steps of the whole run."""
+    return min(epochs * steps_per_epoch, max_steps or epochs * steps_per_epoch)
+
+
 def split_range(items: range, part: int, num_parts: int) -> range:
     """Return one of `num_parts` contiguous parts, whose lengths differ by at most one."""
     return items[part * len(items) // num_parts : (part + 1) * len(items) // num_parts]

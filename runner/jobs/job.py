@@ -28,6 +28,7 @@ from runner.errors import (
     print_messages,
     user_line,
 )
+from runner.input.sampler import count_steps
 from runner.jobs.continuation import agree_on_directory, check_directory, count_samples, locked
 from runner.jobs.micro_batches import (
     RAN_OUT,
@@ -43,7 +44,6 @@ from runner.records.run_directory import RunDirectory
 from runner.records.run_record import RunRecord, report_failure, watch_outcome
 from runner.training.build import Experiment, build
 from runner.training.model.initial_weights import find_initial_weights
-from runner.training.trainer import count_steps
 
 log = logging.getLogger(__name__)
 

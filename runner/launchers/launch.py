@@ -18,6 +18,7 @@ from runner.jobs.task import JobTask, LaunchingTask, check_size, initial_weights
 from runner.launchers.contract import Launcher
 from runner.launchers.env import Env
 from runner.optimization.optimizers import try_options
+from runner.optimization.torch_schedules import make_schedule
 from runner.training.components import make_logger, make_parallel
 from runner.training.mode import resolve
 from runner.training.model.initial_weights import locate_initial_weights
@@ -110,6 +111,6 @@ def check_ahead(config: Config, choices: Mapping[str, str], world_size: int) -> 
     if not task.needs_experiment:
         return
     resolve(make_parallel(config.parallel, choices), config, world_size)
-    try_options(config.optimizer, choices)
-    make_group(choices, "scheduler", config.scheduler)
+    groups = try_options(config.optimizer, choices)
+    make_schedule(config.scheduler, choices, groups, num_steps=1, steps_per_epoch=1)  # only the ranks know the numbers
     make_logger(config.logger)

@@ -1,6 +1,13 @@
-"""Learning rate schedules: factors that are pure functions of the step, so that a resumed run needs no state."""
+"""Learning rate schedules: pure functions of the step, so that a resumed run needs no state."""
 
 import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+# The factor of the configured learning rates, or the options of each of the optimizer's parameter groups.
+Scheduled = float | Sequence[Mapping[str, Any]]
+# Called before each step with its number, counted from 0, the number of steps of the run, and that of an epoch.
+Schedule = Callable[[int, int, int], Scheduled]
 
 
 class Constant:

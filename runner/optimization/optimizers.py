@@ -96,6 +96,10 @@ class OptimizerFactory:
         shards: The ranks update shards of matrices.
         splits: An update cannot combine all parameters; see Parallel.splits_parameters.
         step_key: Returns the seed of the current step, which an optimizer that draws random numbers gets.
+
+    Attributes:
+        options: The options of each parameter group; `group` in a group of the optimizer is its index in this list.
+        num_parameters: The number of trained parameters in each group, by its label.
     """
 
     def __init__(
@@ -108,7 +112,7 @@ class OptimizerFactory:
         step_key: Callable[[], int] = lambda: 0,
     ):
         self._module, self._choices, self._nodes, self._step_key = module, choices, _nodes(node), step_key
-        self._options = try_options(node, choices)
+        self.options = try_options(node, choices)
         groups: list[Mapping[str, Any]] = node.get("groups", [])
         self._optimizer_of = [index if TARGET in group else 0 for index, group in enumerate([{}, *groups])]
         patterns: list[str] = [group["match"] for group in groups]
@@ -122,7 +126,7 @@ class OptimizerFactory:
         self._check_parameters(shards)
         self._drawing = self._check_dependencies(shards, splits)
         labels = [DEFAULT, *(_label(index, group) for index, group in enumerate(groups))]
-        self.num_parameters = dict.fromkeys(labels, 0)  # of the trained parameters in each group, by its label
+        self.num_parameters = dict.fromkeys(labels, 0)
         for parameter, aliases in names.items():
             self.num_parameters[labels[self._group_of[aliases[0]]]] += parameter.numel()
         if not self.num_parameters[DEFAULT]:
@@ -135,14 +139,14 @@ class OptimizerFactory:
             return self._make(given)  # type: ignore[arg-type]
         wanted = set(given)
         assert wanted <= set(self._module.parameters()), "parameters are grouped by their names in the module"
-        groups: list[list[nn.Parameter]] = [[] for _ in self._options]
+        groups: list[list[nn.Parameter]] = [[] for _ in self.options]
         for name, parameter in self._module.named_parameters():
             if parameter in wanted and parameter.requires_grad:
                 groups[self._group_of[name]].append(parameter)
         return self._make(
             [
                 {"params": parameters, **options, "group": index}
-                for index, (options, group) in enumerate(zip(self._options, groups, strict=True))
+                for index, (options, group) in enumerate(zip(self.options, groups, strict=True))
                 for parameters in by_mesh(group) or [[]]
             ]
         )
@@ -210,7 +214,7 @@ class OptimizerFactory:
                     "shards them; try parallel=ddp or parallel=zero"
                 )
             for name, parameter in parameters.items():
-                if parameter.is_complex() and self._options[index].get("fused"):  # torch refuses it in the first step
+                if parameter.is_complex() and self.options[index].get("fused"):  # torch refuses it in the first step
                     raise InputError(
                         f"{key}.fused=true: a fused update cannot change complex parameters, such as {name}; "
                         f"try {key}.fused=false"

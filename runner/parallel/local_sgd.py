@@ -18,6 +18,7 @@ from runner.distributed.world import World
 from runner.input.batch import MicroBatch, StepBatch
 from runner.objectives.losses import Loss
 from runner.objectives.objective import Prediction
+from runner.optimization.lr_schedules import Scheduled
 from runner.parallel.optimizer_state import optimizer_state
 from runner.parallel.parameter_update import sum_gradients
 from runner.parallel.replica import Replica
@@ -118,11 +119,11 @@ class LocalReplica(Replica):
         mean = super().forward_backward(StepBatch(present, self._step_samples, batch.wait_s))
         return Loss(mean, self._step_samples, is_mean=True).divided_by(batch.num_samples)
 
-    def step(self, lr_factor: float, want_norm: bool) -> float | None:
+    def step(self, scheduled: Scheduled, want_norm: bool) -> float | None:
         """Update this rank's parameters. In warm-up and at the end of a round, all ranks must call it."""
         norm: float | None = 0.0 if want_norm else None
         if self._warms_up or self._step_samples:
-            norm = super().step(lr_factor, want_norm)
+            norm = super().step(scheduled, want_norm)
         self._round_samples += self._step_samples
         if self._warms_up:
             self._average(self._buffers)

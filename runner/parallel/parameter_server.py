@@ -18,6 +18,7 @@ from runner.input.batch import MicroBatch, StepBatch
 from runner.input.pytree import map_tensors
 from runner.objectives.objective import Prediction
 from runner.objectives.supervised import Supervised
+from runner.optimization.lr_schedules import Scheduled
 from runner.parallel import parameter_server_rpc as server_rpc
 from runner.parallel.parameter_server_rpc import Server, join_rpc, request
 from runner.parallel.parameter_update import flatten_gradients, weight_factor
@@ -177,8 +178,8 @@ class ServerModel(SynchronizedReplica):
                 self._world.collectives.sum(torch.zeros((), dtype=torch.float64, device=self._world.device))
         return torch.zeros((), dtype=self.precision.parameter_dtype, device=self._world.device)
 
-    def step(self, lr_factor: float, want_norm: bool) -> float | None:
-        return self.server.step(lr_factor, want_norm)
+    def step(self, scheduled: Scheduled, want_norm: bool) -> float | None:
+        return self.server.step(scheduled, want_norm)
 
     def predict(self, micro_batch: MicroBatch) -> None:
         self._wait_for_all()
@@ -219,9 +220,9 @@ class TrainerModel(SynchronizedReplica):
         super().skip()
         self._contexts.close()
 
-    def step(self, lr_factor: float, want_norm: bool) -> float | None:
+    def step(self, scheduled: Scheduled, want_norm: bool) -> float | None:
         """Send the gradients. Return the norm in the server's reply."""
-        self.update.set_learning_rate(lr_factor)
+        self.update.set_scheduled(scheduled)
         gradient: torch.Tensor | int | None = None  # without samples
         if self._num_samples and self._is_remote:
             gradient = self._context  # the server has the gradient of a remote forward

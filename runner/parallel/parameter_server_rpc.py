@@ -20,6 +20,7 @@ from runner.errors import JobFailed
 from runner.input.batch import MicroBatch
 from runner.input.pytree import map_tensors
 from runner.objectives.supervised import call_model
+from runner.optimization.lr_schedules import Scheduled
 from runner.parallel.parameter_update import ParameterUpdate, flatten_gradients, set_gradients
 from runner.training.mode import Recipe
 from runner.training.model.deferred_init import call_with
@@ -42,7 +43,7 @@ class Server:
         self._arrived: dict[int, tuple[torch.Tensor | None, torch.futures.Future[Reply]]] = {}
         self._num_threads = torch.get_num_threads()
 
-    def step(self, lr_factor: float, want_norm: bool) -> float | None:
+    def step(self, scheduled: Scheduled, want_norm: bool) -> float | None:
         """Apply the sum of the trainers' gradients, or, if asynchronous, each as it arrives. Return the last norm."""
         norm = 0.0 if want_norm else None
         missing = [*self.trainers]
@@ -57,7 +58,7 @@ class Server:
             if gradients := [gradient for gradient, _ in arrived if gradient is not None]:
                 with self._update_lock:
                     set_gradients(self.trained, functools.reduce(torch.add, gradients).to(self.device))
-                    norm = self.update.step(lr_factor, want_norm)
+                    norm = self.update.step(scheduled, want_norm)
             reply = None if self.is_async else self.weights(), norm
             for _, future in arrived:
                 count_tensors(RPC, reply)

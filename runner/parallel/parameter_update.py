@@ -8,6 +8,7 @@ from torch._utils import _unflatten_dense_tensors
 from torch.distributed.tensor import DTensor
 
 from runner.checkpoints.saved_state import local_part
+from runner.optimization.lr_schedules import Scheduled
 from runner.optimization.optimizers import by_mesh
 from runner.optimization.precision import Precision
 from runner.parallel.optimizer_state import as_local_part_of
@@ -48,14 +49,17 @@ class ParameterUpdate:
         """The learning rate of the first parameter group in the last step."""
         return float(self._optimizer.param_groups[0]["lr"])
 
-    def set_learning_rate(self, factor: float) -> None:
-        """Multiply the configured learning rate of each parameter group by the factor."""
+    def set_scheduled(self, scheduled: Scheduled) -> None:
+        """Set the options of each parameter group, or multiply its configured learning rate by a factor."""
         for group, lr in zip(self._optimizer.param_groups, self._base_lrs, strict=True):
-            group["lr"] = lr * factor
+            if isinstance(scheduled, Sequence):
+                group.update(scheduled[group["group"]])
+            else:
+                group["lr"] = lr * scheduled
 
-    def step(self, lr_factor: float, want_norm: bool) -> float | None:
+    def step(self, scheduled: Scheduled, want_norm: bool) -> float | None:
         """Update the parameters. Return the norm of the gradients before clipping, if requested."""
-        self.set_learning_rate(lr_factor)
+        self.set_scheduled(scheduled)
         scaler = self._precision.scaler
         scaler.unscale_(self._optimizer)
         norm = None

@@ -24,6 +24,7 @@ from runner.errors import JobFailed
 from runner.input.batch import MicroBatch, StepBatch
 from runner.objectives.losses import Loss
 from runner.objectives.objective import LossGroup, Prediction, loss_groups
+from runner.optimization.lr_schedules import Scheduled
 from runner.optimization.parameter_patterns import names_of
 from runner.parallel.optimizer_state import is_first_rank, is_of_rank, load_optimizer_state, optimizer_state
 from runner.parallel.parameter_update import ParameterUpdate, norm_over_meshes, scale_gradients, weight_factor, whole
@@ -164,8 +165,8 @@ class Replica:
     def skip(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
-    def step(self, lr_factor: float, want_norm: bool) -> float | None:
-        return self.update.step(lr_factor, want_norm)
+    def step(self, scheduled: Scheduled, want_norm: bool) -> float | None:
+        return self.update.step(scheduled, want_norm)
 
     @property
     def learning_rate(self) -> float:

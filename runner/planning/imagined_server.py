@@ -8,6 +8,7 @@ import torch
 from runner.distributed.traffic import RPC, count_tensors
 from runner.distributed.world import World
 from runner.errors import InputError
+from runner.optimization.lr_schedules import Scheduled
 from runner.parallel.parameter_server import ParameterServer
 from runner.parallel.parameter_server_rpc import Server, push
 from runner.parallel.parameter_update import flatten_gradients
@@ -17,13 +18,13 @@ from runner.training.mode import ParallelModel, Recipe
 class ImaginedServer(Server):
     """A server that receives the gradients of all trainers at the start of its step."""
 
-    def step(self, lr_factor: float, want_norm: bool) -> float | None:
+    def step(self, scheduled: Scheduled, want_norm: bool) -> float | None:
         flat = flatten_gradients(self.trained, [None] * len(self.trained))
         size, dtype = flat.numel(), flat.dtype
         del flat  # which a real server does not have
         for rank in self.trainers:
             self._receive(rank, torch.empty(size, dtype=dtype))
-        return super().step(lr_factor, want_norm)
+        return super().step(scheduled, want_norm)
 
     def _receive(self, rank: int, gradient: torch.Tensor) -> None:
         count_tensors(RPC, gradient)

@@ -17,6 +17,7 @@ from runner.config.schema import DEBUG_BATCHES, Config
 from runner.distributed.world import World
 from runner.errors import quantity
 from runner.input.loader import Loader
+from runner.input.sampler import count_steps
 from runner.input.stream import UNKNOWN_LENGTH
 from runner.jobs.continuation import read_past_evaluations
 from runner.jobs.task import JobTask
@@ -39,7 +40,7 @@ from runner.training.callbacks.stream_position import StreamPosition
 from runner.training.mode import ParallelModel
 from runner.training.restore import copy_model, restore
 from runner.training.throughput import ThroughputMeter
-from runner.training.trainer import Trainer, count_steps
+from runner.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
@@ -106,15 +107,14 @@ class Train(JobTask):
             )
         )
         if trainer.stopped:
-            _record_stop(trainer, callbacks, directory)
+            _record_stop(trainer, directory)
         _log_end(experiment.monitor, metrics, directory)
         return metrics
 
 
-def _record_stop(trainer: Trainer, callbacks: Callbacks, directory: RunDirectory) -> None:
+def _record_stop(trainer: Trainer, directory: RunDirectory) -> None:
     """Record that callbacks have stopped the run, and why."""
-    reasons = callbacks.stop_reasons()
-    reason = reasons.get("finished", reasons.get("pruned"))
+    reason = trainer.stop_reason
     directory.record.stopped = reason or None
     directory.pruned = not trainer.stops_as_finished
     log.info("stopped after step %d%s", trainer.state.step, f": {reason}" if reason else "")

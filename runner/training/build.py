@@ -20,13 +20,15 @@ from runner.input.datasets import load_data
 from runner.input.loader import Loader
 from runner.input.pytree import map_tensors
 from runner.input.rng import derive_seed
-from runner.input.sampler import Sampler
+from runner.input.sampler import Sampler, count_steps
 from runner.input.source import Source
 from runner.objectives.objective import Prediction, loss_groups
 from runner.objectives.supervised import Supervised
+from runner.optimization.lr_schedules import Schedule
 from runner.optimization.optimizers import OptimizerFactory
 from runner.optimization.parameter_patterns import counted, freeze
 from runner.optimization.precision import Precision, convert
+from runner.optimization.torch_schedules import make_schedule
 from runner.records.loggers.contract import Logger
 from runner.records.monitor import Direction, Monitor
 from runner.training.callbacks.contract import Callback
@@ -67,7 +69,7 @@ class Experiment:
     make_model: Callable[[], nn.Module]  # constructs another model, with initial weights
     train_loader: Loader
     val_loader: Loader
-    schedule: Callable[[int, int, int], float]  # see runner.optimization.lr_schedules
+    schedule: Schedule
     logger: Logger
     callbacks: dict[str, Callback]  # the custom callbacks, by name
     num_parameters: int
@@ -270,13 +272,16 @@ class Assembly:
         names = [*objective.losses, *objective.terms]
         directions = declared_directions(metrics.metrics, names)
         monitor_direction = cast("Direction | None", config.monitor_direction)
+        train_loader = self._make_train_loader()
+        steps_per_epoch = train_loader.sampler.steps_per_epoch
+        num_steps = count_steps(config.epochs, config.max_steps, steps_per_epoch)
         return Experiment(
             parallel=self.parallel,
             recipe=self._make_recipe(make_optimizer),
             make_model=self._make_model,
-            train_loader=self._make_train_loader(),
+            train_loader=train_loader,
             val_loader=self._make_val_loader(),
-            schedule=make_group(self._choices, "scheduler", config.scheduler),
+            schedule=make_schedule(config.scheduler, self._choices, make_optimizer.options, num_steps, steps_per_epoch),
             logger=make_logger(config.logger),
             callbacks=make_callbacks(config.callbacks),
             num_parameters=sum(parameter.numel() for parameter in self._module.parameters()),

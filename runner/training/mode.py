@@ -18,6 +18,7 @@ from runner.distributed.world import World
 from runner.errors import InputError, as_input_error
 from runner.input.batch import MicroBatch, StepBatch
 from runner.objectives.objective import Objective, Prediction
+from runner.optimization.lr_schedules import Scheduled
 from runner.optimization.precision import Precision
 from runner.training.draws.following import Draws
 from runner.training.model.activation_checkpointing import Extent
@@ -80,8 +81,8 @@ class Stepper(Protocol):
     def gradients(self) -> list[torch.Tensor]:
         """Return this rank's gradients: whole, or its shards."""
 
-    def step(self, lr_factor: float, want_norm: bool) -> float | None:
-        """Update the parameters. Return the norm of the whole gradient before clipping, if requested."""
+    def step(self, scheduled: Scheduled, want_norm: bool) -> float | None:
+        """Update the parameters as scheduled. Return the norm of the whole gradient before clipping, if requested."""
 
     def skip(self) -> None:
         """Drop the gradients. Called on all ranks, in place of `step` or to compute the gradients of a step again."""

@@ -13,6 +13,7 @@ from runner.distributed.failures.signals import handling_signals, received
 from runner.distributed.world import World
 from runner.errors import Preempted
 from runner.input.batch import StepBatch
+from runner.input.sampler import count_steps
 from runner.objectives.objective import PassValues, begin_passes
 from runner.training.build import Experiment
 from runner.training.callbacks.contract import Callbacks, Outcome, Progress, RunInfo, Update
@@ -36,6 +37,7 @@ class Trainer:
     evaluation_is_missing: bool = False  # the resumed run was interrupted before an evaluation that was due
     stopped: bool = False  # a callback of any rank ended the run before the last step
     stops_as_finished: bool = False  # a callback that ended the run has stops_as="finished"
+    stop_reason: str = ""  # on rank 0: that of the first rank whose callback ended the run
     straggler: StragglerMeter = field(init=False)
     replay: Replay = field(init=False)
 
@@ -87,7 +89,7 @@ class Trainer:
         while self.state.step < self.num_steps:
             steps = self.experiment.train_loader.steps(self.state.epoch, self.state.step_in_epoch)
             for batch in itertools.islice(steps, self.num_steps - self.state.step):
-                finish_vote = self._start_vote()
+                finish_vote = self._start_vote(self.callbacks.is_due)
                 self.step(batch)
                 if finish_vote():
                     self.callbacks.call("when_due", Progress(self.state))
@@ -112,7 +114,7 @@ class Trainer:
         data_rank = self.experiment.axes.data_rank(self.world.rank)
         self.experiment.recipe.draws.begin(self.config.seed, step, data_rank=data_rank)
 
-        lr_factor = self.experiment.schedule(step, num_steps, self.steps_per_epoch)
+        scheduled = self.experiment.schedule(step, num_steps, self.steps_per_epoch)
         objective, train_metrics = self.experiment.recipe.objective, self.experiment.train_metrics
         pass_values = begin_passes(objective, keeps_outputs=is_logged and train_metrics is not None)
         losses, norms = {}, {}
@@ -121,7 +123,7 @@ class Trainer:
             losses[name] = self.replay.forward_backward(stepper, batch, step + 1)
             update = Update(name, losses[name], stepper.gradients, batch, self.state)
             if all(self.callbacks.call("allows_update", update)):
-                norms[name] = stepper.step(lr_factor, want_norm=is_logged)
+                norms[name] = stepper.step(scheduled, want_norm=is_logged)
             else:
                 stepper.skip()
         skipped_steps = self.state.skipped_steps + (len(norms) < len(losses))
@@ -192,24 +194,23 @@ class Trainer:
             reasons = self.callbacks.stop_reasons()
             votes = self.world.collectives.any_of_async(bool(reasons), "finished" in reasons)
             self.stopped, self.stops_as_finished = votes()
+            if self.stopped:
+                stops_as = "finished" if self.stops_as_finished else "pruned"
+                found = self.world.collectives.gather_objects(reasons.get(stops_as, "")) or []
+                self.stop_reason = next(filter(None, found), "")
         return self.stopped
 
-    def _start_vote(self) -> Callable[[], bool]:
+    def _start_vote(self, is_due: bool = False) -> Callable[[], bool]:
         """Start a vote in the background; return a function that waits for it. All ranks must call both.
 
-        That function raises Preempted if a signal has reached any rank, and returns whether any callback is due.
+        That function raises Preempted if a signal has reached any rank, and returns True if `is_due` is on any rank.
         """
-        answers = self.world.collectives.any_of_async(received() is not None, self.callbacks.is_due)
+        answers = self.world.collectives.any_of_async(received() is not None, is_due)
 
         def finish_vote() -> bool:
-            is_preempted, is_due = answers()
+            is_preempted, is_due_on_any = answers()
             if is_preempted:
                 raise Preempted(received() or "a signal to another rank")
-            return is_due
+            return is_due_on_any
 
         return finish_vote
-
-
-def count_steps(epochs: int, max_steps: int | None, steps_per_epoch: int) -> int:
-    """Return the number of optimizer steps of the whole run."""
-    return min(epochs * steps_per_epoch, max_steps or epochs * steps_per_epoch)

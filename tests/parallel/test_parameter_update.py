@@ -33,11 +33,11 @@ def parameters(*gradients: Iterable[float] | None) -> list[nn.Parameter]:
 def test_a_step_follows_the_schedule_and_returns_the_norm() -> None:
     own = parameters((3.0, 0.0), (0.0, 4.0), None)
     update = ParameterUpdate(torch.optim.SGD(own, lr=0.5), dict(zip("abc", own, strict=True)), FP32)
-    assert update.step(lr_factor=0.2, want_norm=True) == pytest.approx(5.0)
+    assert update.step(0.2, want_norm=True) == pytest.approx(5.0)
     assert update.learning_rate == pytest.approx(0.1)
     assert [p.tolist() for p in own] == [pytest.approx([-0.3, 0]), pytest.approx([0, -0.4]), [0, 0]]
     assert all(p.grad is None for p in own)
-    assert update.step(lr_factor=1.0, want_norm=False) is None
+    assert update.step(1.0, want_norm=False) is None
 
 
 def test_a_gradient_is_clipped_by_the_norm_of_the_whole() -> None:

@@ -9,6 +9,7 @@ from typing import cast
 
 import pytest
 import torch
+from custom_files import write_files
 from mode_cases import tier
 from ranks import RankError, run_ranks
 from worlds import MODES, Run, run
@@ -48,6 +49,7 @@ class Watch(Callback):
     def after_evaluation(self, now):
         self.note("after_evaluation", step=now.step, epoch=now.epoch, metrics=dict(now.metrics))
         self.wants_to_stop = self.rank == self.on_rank and now.step == self.stops_at
+        self.stop_reason = f"enough of rank {self.rank}"
 
     def after_epoch(self, now):
         self.note("after_epoch", step=now.step)
@@ -238,8 +240,56 @@ def test_a_callback_of_one_rank_stops_all_ranks_after_a_checkpoint(
     words = watch(stops_at=8, on_rank=1, stops_as=state)
     made = run(tmp_path / "outputs", 2, *SMALL, "epochs=5", "parallel=ddp", *words)
     assert (made.result["state"], made.result["step"]) == (state, 8)
+    assert made.result["stopped"] == "enough of rank 1"
     assert made.result["weights_sha256"]
     assert [calls(tmp_path, rank)[-1]["outcome"] for rank in range(2)] == [state, state]
+
+
+def test_is_due_is_read_before_each_step_and_never_before_on_start_or_in_an_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_files(
+        tmp_path / "mine",
+        {
+            "asked.py": """\
+                from pathlib import Path
+
+                from runner import Callback
+
+
+                class Asked(Callback):
+                    def __init__(self, path: str):
+                        self.path, self.count = Path(path), 0
+
+                    def note(self, text):
+                        with self.path.open("a") as file:
+                            file.write(text + ",")
+
+                    @property
+                    def is_due(self):
+                        self.count += 1
+                        self.note("is_due")
+                        return self.count == 2
+
+                    def on_start(self, run):
+                        self.note("on_start")
+
+                    def after_step(self, now):
+                        self.note("after_step")
+
+                    def when_due(self, now):
+                        self.note(f"when_due {now.step}")
+
+                    def after_evaluation(self, now):
+                        self.note("after_evaluation")
+                """,
+            "callbacks/asked.yaml": f"asked: {{_target_: asked.Asked, path: '{tmp_path / 'calls'}'}}\n",
+        },
+    )
+    monkeypatch.syspath_prepend(tmp_path / "mine")
+    run(tmp_path, 1, f"--config-dir={tmp_path / 'mine'}", *SMALL, "callbacks=asked", "max_steps=3")
+    steps = "is_due,after_step,is_due,after_step,when_due 2,is_due,after_step"
+    assert (tmp_path / "calls").read_text() == f"on_start,{steps},after_evaluation,"
 
 
 def test_on_end_is_called_on_all_callbacks_although_one_raises() -> None:

@@ -4,6 +4,7 @@ import inspect
 import types
 import typing
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import Any, Literal
 
 from runner.config.diagnostics.import_target import locate_callable
@@ -53,8 +54,17 @@ def accepts(target: str, option: str) -> bool:
     return option in _names(parameters) or _has(parameters, inspect.Parameter.VAR_KEYWORD)
 
 
+def takes_optimizer(target: object) -> bool:
+    """Return True for a scheduler that changes an optimizer, as those of torch.optim.lr_scheduler do."""
+    with suppress(ValueError):  # a missing constructor, which check_options reports
+        return isinstance(target, str) and "optimizer" in parameters_of(target)
+    return False
+
+
 def provided(group: str, node: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the arguments that the runner itself passes to the target of the group's node."""
+    if group == "scheduler":
+        return ("optimizer",) if takes_optimizer(node.get("_target_")) else ()
     if group != "data":
         return PROVIDED.get(group, ())
     try:
@@ -121,7 +131,7 @@ def _check_call(key: str, node: Mapping[str, Any], provided: Collection[str], de
 
 def _check_nested(key: str, value: Any) -> list[str]:
     if isinstance(value, Mapping):
-        return check_options(key, value)
+        return check_options(key, value, provided("scheduler", value) if key.startswith("scheduler.") else ())
     items = enumerate(value) if isinstance(value, list) else ()
     return [message for index, item in items for message in _check_nested(f"{key}.{index}", item)]
 
