@@ -125,6 +125,20 @@ class RecordBatchNorm(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class CountValues(TorchFunctionMode):
+    """Finds the fewest values per channel from which batch_norm computes statistics; torch refuses a single one."""
+
+    fewest: int | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        call = _read(func, args, kwargs)
+        if func is F.batch_norm and call is not None and call.training:
+            values = call.input.numel() // max(1, call.input.size(1))
+            self.fewest = values if self.fewest is None else min(self.fewest, values)
+        return func(*args, **kwargs)
+
+
 def synchronize_batch_norm(model: nn.Module) -> nn.Module:
     """Let batch norm in training normalize over the whole batch of all ranks. Return `model`.
 

@@ -58,6 +58,11 @@ class Sampler:
         """Return the number of micro-batches in a step of an epoch."""
         return min(self.micro_batches, self.step_size(step))
 
+    def fewest(self, step: int, per_rank: bool) -> int:
+        """Return the size of the smallest micro-batch of a step, or of the smallest local one that has samples."""
+        size = self.step_size(step) // self.num_micro_batches(step)
+        return max(1, size // self.data_ranks) if per_rank else size
+
     def local_batches(self, epoch: int, first_step: int = 0) -> Iterator[list[int]]:
         """Yield the sample indices of each local micro-batch, starting with the given step of the epoch."""
         indices_at = self._order(epoch)

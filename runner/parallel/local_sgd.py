@@ -36,6 +36,7 @@ class LocalSGD(Parallel):
     every=1, SGD without momentum and no BatchNorm.
     """
 
+    normalizes_per_rank = True
     refusals = (
         Refusal("ema.decay", _REASON, "try ema.decay=null"),
         Refusal("on_nonfinite", _REASON, "try on_nonfinite=stop", values=("skip",)),

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -51,7 +51,7 @@ from runner.training.metrics.confusion import MAX_CLASSES, Predictions
 from runner.training.metrics.metric_sums import MetricSums
 from runner.training.mode import Axes, Parallel, Recipe, resolve
 from runner.training.model.activation_checkpointing import checkpoint_activations
-from runner.training.model.batch_norm import describe_batch_norm, synchronize_as_configured
+from runner.training.model.batch_norm import check_batch_sizes, describe_batch_norm, synchronize_as_configured
 from runner.training.model.deferred_init import BuiltModel, build_deferred
 from runner.training.model.device_map import place_submodules
 from runner.training.model.initial_weights import InitialWeights
@@ -272,15 +272,16 @@ class Assembly:
         names = [*objective.losses, *objective.terms]
         directions = declared_directions(metrics.metrics, names)
         monitor_direction = cast("Direction | None", config.monitor_direction)
-        train_loader = self._make_train_loader()
+        train_loader, val_loader = self._make_train_loader(), self._make_val_loader()
         steps_per_epoch = train_loader.sampler.steps_per_epoch
         num_steps = count_steps(config.epochs, config.max_steps, steps_per_epoch)
+        self._check_batch_norm(train_loader.sampler, val_loader.sampler)
         return Experiment(
             parallel=self.parallel,
             recipe=self._make_recipe(make_optimizer),
             make_model=self._make_model,
             train_loader=train_loader,
-            val_loader=self._make_val_loader(),
+            val_loader=val_loader,
             schedule=make_schedule(config.scheduler, self._choices, make_optimizer.options, num_steps, steps_per_epoch),
             logger=make_logger(config.logger),
             callbacks=make_callbacks(config.callbacks),
@@ -294,6 +295,20 @@ class Assembly:
             warnings=self.warnings,
             num_classes=_num_classes(self._found.forward.prediction),
         )
+
+    def _check_batch_norm(self, train: Sampler, val: Sampler) -> None:
+        """Raise InputError if BatchNorm would get a single sample in a step or in a batch of an evaluation."""
+        config, found = self._config, self._found
+        per_rank = config.sync_batchnorm is False or self.parallel.normalizes_per_rank
+        if found.needs_two and self._trains:
+            fixes = {"loader.drop_last=true": (replace(train, drop_last=True), per_rank)}
+            fixes = fixes if config.loader.get("drop_last") is False else {}
+            if not self.parallel.normalizes_per_rank:
+                fixes["sync_batchnorm=auto"] = (train, False)
+            count = functools.partial(count_steps, config.epochs, config.max_steps)
+            check_batch_sizes(train, per_rank, count, fixes)
+        if found.forward.needs_two:
+            check_batch_sizes(val, per_rank, lambda steps: config.eval_batches or steps, {}, "batch of an evaluation")
 
     def _make_recipe(self, make_optimizer: OptimizerFactory) -> Recipe:
         found = self._found

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from runner.distributed.sync_batch_norm import CountValues
 from runner.errors import InputError, as_input_error, failed_with, is_out_of_memory
 from runner.input.batch import MicroBatch
 from runner.input.pytree import describe, tensors
@@ -35,6 +36,7 @@ class DryRun:
     prediction: Prediction
     written: list[str]  # names of the trained parameters that the forward changes in place
     differentiates: bool  # the forward computes gradients, for example those of a gradient penalty
+    needs_two: bool = False  # in evaluation, BatchNorm uses the statistics of the batch, of one value per sample
 
 
 def dry_run(components: Components) -> DryRun:
@@ -64,17 +66,18 @@ def dry_run(components: Components) -> DryRun:
 def _observe(model: nn.Module, trained: set[str], objective: Objective, micro_batch: MicroBatch) -> DryRun:
     parameters = {name: tensor for name, tensor in model.named_parameters() if name in trained}
     before = {name: tensor._version for name, tensor in parameters.items()}  # in-place operators increase it
-    with _SeeingGradients() as mode:
+    with _SeeingGradients() as mode, CountValues() as values:
         prediction = objective.evaluate(model, micro_batch)
     written = [name for name, tensor in parameters.items() if tensor._version != before[name]]
-    return DryRun(prediction, written, mode.has_seen)
+    return DryRun(prediction, written, mode.has_seen, values.fewest == micro_batch.num_samples)
 
 
-def check_training(components: Components) -> None:
+def check_training(components: Components) -> bool:
     """Compute the losses of the first sample in training mode. Raise InputError if that fails.
 
-    Two copies of the sample are tried, because BatchNorm may need two, and otherwise one, because a dataset without
-    `collate` may have samples that only fit into batches of one.
+    Return True if BatchNorm gets one value per channel from each sample, and therefore needs two of them. Two copies of
+    the sample are tried for this reason, and otherwise one, because a dataset without `collate` may have samples that
+    only fit into batches of one.
     """
     module, objective = components.module, components.objective
     errors, data = list[InputError](), None
@@ -82,14 +85,14 @@ def check_training(components: Components) -> None:
         try:
             micro_batch = components.samples.batch([0] * count)
             data = micro_batch.data
-            with restoring_state(module, objective):
+            with restoring_state(module, objective), CountValues() as values:
                 probe(module, _train, components.choices, objective, micro_batch)
-            return
+            return bool(values.fewest == count)
         except InputError as error:
             errors.append(error)
         except Exception as error:  # custom code can raise anything
             if is_out_of_memory(error):
-                return  # training reports it, and `micro_batches=auto` continues
+                return False  # training reports it, and `micro_batches=auto` continues
             errors.append(_do_not_fit(objective, data, error, "in training "))
     raise errors[0] from None
 

@@ -153,6 +153,7 @@ class Parallel(ABC):
             the model itself), or `several_losses` (also several losses, each with its own optimizer, named terms of a
             loss, and losses that gather the rows of all ranks).
         round_steps: The number of steps of a round, such as between averages; all but the last are identical.
+        normalizes_per_rank: BatchNorm uses only the samples of its rank in training, whatever `sync_batchnorm` is.
         fails_at_once: If a rank fails, the others fail immediately, so that `micro_batches=auto` can restart the job.
             False if mesh groups or RPC make them wait for it until `backend.timeout_s`.
     """
@@ -169,6 +170,7 @@ class Parallel(ABC):
     draws_in_backward: bool = True
     supported_objectives: Literal["supervised", "one_loss", "several_losses"] = "one_loss"
     round_steps: int = 1
+    normalizes_per_rank: bool = False
     fails_at_once: bool = True
 
     def axes(self, world_size: int) -> Axes:

@@ -29,6 +29,7 @@ class Findings:
         draws: The random numbers that follow the samples.
         replaced: Names of the trained parameters that the forward replaces by others.
         state: What the forward changes in training.
+        needs_two: In training, BatchNorm gets one value per channel from a sample, and therefore needs two samples.
         warnings: Lines for the header.
     """
 
@@ -36,6 +37,7 @@ class Findings:
     draws: Draws = field(default_factory=Draws)
     replaced: list[str] = field(default_factory=list)
     state: StateOfForward = field(default_factory=StateOfForward)
+    needs_two: bool = False
     warnings: list[str] = field(default_factory=list)
 
     def refuse_writes(self, choices: Mapping[str, str], parallel: Parallel, world: World) -> None:
@@ -73,7 +75,7 @@ def run_dry(components: Components, recomputes: bool, compiles: bool, trains: bo
         found.state = find_state(components)
         # Forward cannot write to the placeholder of a parameter, and modes that need placeholders refuse such a model.
         if trains and not (found.state.parameters and components.parallel.meta_init):
-            check_training(components)
+            found.needs_two = check_training(components)
         found.warnings, found.replaced = observe_draws(components, compiles, found.draws)
         found.warnings += compare_samples(components, found.draws)
     return found
