@@ -16,6 +16,7 @@ from runner.distributed.world import World
 from runner.input.source import Source
 from runner.records.compared_runs import Trial, read_trial
 from runner.records.ledger import write_lines
+from runner.records.loggers.composite import CompositeLogger
 from runner.records.loggers.contract import RunOutcome
 from runner.records.loggers.images import draw_confusion, draw_samples, is_image
 from runner.records.loggers.tensorboard import TensorBoard
@@ -116,6 +117,66 @@ def test_a_model_may_have_more_outputs_than_classes_and_samples_beyond_eval_batc
     seen = Predictions(Source.of(data), 20, torch.device("cpu"))
     seen.add(torch.eye(20), torch.arange(20, dtype=torch.uint8), range(20))  # 19 * 20 is too large for uint8
     assert torch.equal(seen.confusion, torch.eye(20, dtype=torch.int64))
+
+
+class Samples(list[Any]):
+    """Samples of any form, collated as `kind` says."""
+
+    def __init__(self, kind: str):
+        images = [torch.full((3, 4, 4), number / 20) for number in range(20)]
+        items: dict[str, Any] = {
+            "mappings": [{"image": image, "label": 1, "weight": 0.5} for image in images],
+            "pairs in mappings": [{"image": image, "label": "left"} for image in images],
+            "triples": [(image, 1, 2) for image in images],
+            "several targets": [(image, torch.tensor([1, 0])) for image in images],
+            "no targets": images,
+            "texts": [(image, "left") for image in images],
+            "sizes": [(torch.zeros(3, 4 + number % 2, 4), 1) for number, _ in enumerate(images)],
+            "points": [(torch.zeros(3, 4, 4) if number else torch.zeros(0, 4, 4), 1) for number in range(20)],
+        }
+        super().__init__(items[kind])
+
+
+@pytest.mark.parametrize(
+    ("kind", "draws"),
+    [
+        *[(kind, False) for kind in ("mappings", "pairs in mappings", "triples")],
+        *[(kind, True) for kind in ("no targets", "several targets", "texts", "sizes", "points")],
+    ],
+)
+def test_samples_that_cannot_be_drawn_are_left_out_and_the_metrics_continue(
+    kind: str, draws: bool, tmp_path: Path
+) -> None:
+    """A custom objective may return classes for data of any form; an image is drawn with the class that it returned."""
+    seen = Predictions(Source.of(Samples(kind)), 2, torch.device("cpu"))
+    seen.add(torch.eye(2)[[0, 1, 0]], torch.tensor([0, 0, 1]), range(3))
+    seen.add(torch.eye(2)[[0, 1, 0, 0]], torch.tensor([0, 0, 1, 1]), (3, 4))  # of four nodes in two graphs
+    seen.gather(World(RankInfo(), None, Backend()))
+    assert [(true, guess) for _, true, guess in seen.samples()] == [(0, 0), (0, 1), (1, 0)]
+    logger = CompositeLogger({"tensorboard": TensorBoard()})
+    logger.open(str(tmp_path), 0, Trial({}, {}))
+    logger.predictions(1, seen)
+    logger.scalars(1, {"val/loss": 0.5})
+    logger.close(RunOutcome("finished"))
+    assert set(read_images(tmp_path)) == {"val/confusion", *(["val/predictions"] if draws else [])}
+    assert [event.value for event in read_events(tmp_path).Scalars("val/loss")] == [0.5]
+
+
+def test_an_error_in_predictions_disables_only_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Removed(list[Any]):
+        def __getitem__(self, index: Any) -> Any:
+            raise OSError("the file was removed")
+
+    seen = Predictions(Source(Removed(range(4))), 2, torch.device("cpu"))
+    seen.add(torch.eye(2), torch.tensor([0, 1]), range(2))
+    logger = CompositeLogger({"tensorboard": TensorBoard()})
+    logger.open(str(tmp_path), 0, Trial({}, {}))
+    for step in (1, 2):
+        logger.predictions(step, seen)
+        logger.scalars(step, {"val/loss": 0.5})
+    logger.close(RunOutcome("finished"))
+    assert [event.step for event in read_events(tmp_path).Scalars("val/loss")] == [1, 2]
+    assert caplog.text.count("logger=tensorboard shows no more predictions after an error: OSError: the file") == 1
 
 
 def test_the_confusion_matrix_is_shaded_by_row() -> None:

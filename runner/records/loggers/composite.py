@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping
 
-from runner.errors import JobFailed
+from runner.errors import JobFailed, first_line
 from runner.records.compared_runs import Trial
 from runner.records.loggers.contract import Logger, Predictions, RunOutcome
 
@@ -11,11 +11,16 @@ log = logging.getLogger(__name__)
 
 
 class CompositeLogger(Logger):
-    """Calls several named loggers. A logger that raises is disabled, because metrics.jsonl has all metrics anyway."""
+    """Calls several named loggers. A logger that raises is disabled, because metrics.jsonl has all metrics anyway.
+
+    After an error in `predictions`, which may be one of the user's data, only `predictions` is disabled.
+    """
 
     def __init__(self, loggers: Mapping[str, Logger]):
         self._loggers = dict(loggers)
         self._disabled: set[str] = set()
+        self._without_predictions = {name for name, logger in loggers.items() if not logger.wants_predictions}
+        # Never changed, because the ranks sum the predictions, and only rank 0 calls the loggers.
         self.wants_predictions = any(logger.wants_predictions for logger in self._loggers.values())
 
     def open(self, directory: str, first_step: int, trial: Trial) -> None:
@@ -40,7 +45,15 @@ class CompositeLogger(Logger):
         self._call(lambda logger: logger.scalars(step, metrics))
 
     def predictions(self, step: int, predictions: Predictions) -> None:
-        self._call(lambda logger: logger.predictions(step, predictions) if logger.wants_predictions else None)
+        for name, logger in self._loggers.items():
+            if name in self._disabled | self._without_predictions:
+                continue
+            try:
+                logger.predictions(step, predictions)
+            except Exception as error:
+                self._without_predictions.add(name)
+                text = "logger=%s shows no more predictions after an error: %s; its metrics continue"
+                log.warning(text, name, first_line(error))
 
     def text(self, tag: str, text: str) -> None:
         self._call(lambda logger: logger.text(tag, text))

@@ -16,7 +16,7 @@ class Predictions(Protocol):
         """The number of samples of each class (row) by predicted class (column). (num_classes, num_classes)"""
 
     def samples(self) -> list[tuple[Any, int, int]]:
-        """Return the first samples of the dataset, each with its class and the predicted class."""
+        """Return the first samples of the dataset, without their targets, with the class and the predicted class."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Logger:
     """The base class of loggers. Override the methods that you need; by default they do nothing.
 
     Every rank has a logger; only rank 0 calls its methods, `open` first. An exception in `open` fails a new run. After
-    any other exception the run continues without the logger.
+    one in `predictions` the logger gets no more predictions; after any other the run continues without the logger.
     """
 
     wants_predictions: bool = False  # if True, evaluations collect predictions, and `predictions` is called

@@ -66,4 +66,7 @@ def draw_samples(samples: list[tuple[torch.Tensor, int, int]], min_size: int = 5
 
 
 def is_image(sample: Any) -> bool:
-    return isinstance(sample, torch.Tensor) and sample.dim() == 3 and sample.shape[0] in (1, 3)
+    """Return True for what `draw_samples` can draw."""
+    if not isinstance(sample, torch.Tensor) or sample.is_complex() or not sample.numel():
+        return False
+    return sample.dim() == 3 and sample.shape[0] in (1, 3)

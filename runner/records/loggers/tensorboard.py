@@ -48,8 +48,7 @@ class TensorBoard(Logger):
 
     def predictions(self, step: int, predictions: Predictions) -> None:
         self._writer.add_image("val/confusion", draw_confusion(predictions.confusion), step, dataformats="HWC")
-        samples = predictions.samples()
-        if samples and is_image(samples[0][0]):
+        if samples := [each for each in predictions.samples() if is_image(each[0])]:
             self._writer.add_image("val/predictions", draw_samples(samples), step, dataformats="HWC")
 
     def text(self, tag: str, text: str) -> None:

@@ -20,8 +20,9 @@ class Predictions:
     def __init__(self, dataset: Source, num_classes: int, device: torch.device, seed: int = 0):
         self.num_classes, self.num_samples = num_classes, min(NUM_SAMPLES, len(dataset))
         self._dataset, self._seed = dataset, seed
-        # The matrix in row-major order, then the predicted class + 1 of each of the first samples; 0 if not evaluated.
-        self._sums = torch.zeros(num_classes**2 + self.num_samples, dtype=torch.int64, device=device)
+        # The matrix in row-major order, then of each of the first samples the predicted class + 1, which is 0 if it is
+        # not evaluated, then their classes.
+        self._sums = torch.zeros(num_classes**2 + 2 * self.num_samples, dtype=torch.int64, device=device)
 
     def add(self, outputs: torch.Tensor, targets: torch.Tensor, indices: Sequence[int]) -> None:
         """Count the local samples of a batch: outputs (N, num_classes), targets (N,), positions in the split (N)."""
@@ -30,9 +31,10 @@ class Predictions:
         # Ignored targets may be negative, and a model may have more outputs than there are classes.
         known = (targets >= 0) & (targets < self.num_classes) & (predicted < self.num_classes)
         self._sums[:cells] += torch.bincount((targets * self.num_classes + predicted)[known], minlength=cells)
-        for row, index in enumerate(indices):
+        for row, index in enumerate(indices if len(indices) == len(predicted) else ()):  # not the nodes of graphs
             if index < self.num_samples:
                 self._sums[cells + index] += predicted[row] + 1
+                self._sums[cells + self.num_samples + index] += targets[row]
 
     def gather(self, world: World) -> None:
         """Sum the counts over the ranks. All ranks must call it."""
@@ -44,11 +46,17 @@ class Predictions:
         return self._sums[: self.num_classes**2].reshape(self.num_classes, -1)
 
     def samples(self) -> list[tuple[Any, int, int]]:
-        """Return those of the first samples that were evaluated, each with its class and its predicted class."""
+        """Return those of the first samples that were evaluated: inputs, class and predicted class.
+
+        A sample that is no pair (inputs, targets) stands for its inputs.
+        """
         found = []
-        for index, predicted in enumerate((self._sums[self.num_classes**2 :] - 1).tolist()):
-            if predicted >= 0:  # eval_batches may end the evaluation before this sample
+        predicted, targets = self._sums[self.num_classes**2 :].reshape(2, -1).tolist()
+        for index, (number, target) in enumerate(zip(predicted, targets, strict=True)):
+            if number > 0:  # eval_batches may end the evaluation before this sample
                 # With the same random numbers as in the evaluation.
-                sample, target = self._dataset.read([index], seed=self._seed)
-                found.append((map_tensors(lambda tensor: tensor[0], sample), int(target), predicted))
+                batch = self._dataset.read([index], seed=self._seed)
+                inputs = batch[0] if isinstance(batch, (tuple, list)) and len(batch) == 2 else batch
+                sample = map_tensors(lambda tensor: tensor[0] if tensor.dim() else tensor, inputs)
+                found.append((sample, target, number - 1))
         return found
