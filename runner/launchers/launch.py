@@ -19,6 +19,7 @@ from runner.launchers.contract import Launcher
 from runner.launchers.env import Env
 from runner.optimization.optimizers import try_options
 from runner.optimization.torch_schedules import make_schedule
+from runner.process.socket_paths import shorten_socket_paths
 from runner.training.components import make_logger, make_parallel
 from runner.training.mode import resolve
 from runner.training.model.initial_weights import locate_initial_weights
@@ -38,6 +39,7 @@ def make_launcher(node: dict[str, Any], debug: bool) -> Launcher:
 def launch(request: Request, rank_info: RankInfo, launcher: Launcher | None = None) -> dict[str, float]:
     """Run the job by its launcher. Return the metrics, or raise as runner.jobs.job.run_job does."""
     config, choices = request.config, request.command.choices
+    shorten_socket_paths()  # before anything starts a process, also custom code
     launcher = launcher or make_launcher(config.launcher, config.debug)
     if launcher.queues and rank_info.directory:  # this process belongs to the queued job
         launcher = Env(launcher.join_timeout_s)

@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import subprocess
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from custom_files import SLOW, SLOWLY, write_files
 from worlds import only_run, run
 
 from runner.checkpoints.layout import list_checkpoints
+from runner.process import socket_paths
 
 TINY = ("model=mlp", "parallel=ddp", "threads=1", "logger=none")
 LONG = (*TINY, *SLOWLY, "epochs=100000", "log_every=100")
@@ -190,3 +192,47 @@ def test_without_slurm_sbatch_is_named_and_dry_run_prints_the_script(
     assert "127.0.0.1" not in shown and "cpus-per-task" not in shown
     subprocess.run([bash, "-n"], input=shown, text=True, check=True, timeout=120)
     assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.fault("a TMPDIR that is too long for the paths of sockets", outcome="survived")
+@pytest.mark.parametrize(
+    "args",
+    [("loader.num_workers=1",), pytest.param(("launcher=spawn", "parallel=ddp"), marks=pytest.mark.thorough)],
+    ids=["worker", "spawn"],
+)
+def test_a_command_works_with_a_long_tmpdir(args: tuple[str, ...], commands: Commands, tmp_path: Path) -> None:
+    """Batch systems set it to a directory of the job. multiprocessing creates its sockets there."""
+    write_files(tmp_path, MANAGER)
+    long = tmp_path / ("job-" * 20) / ("node-" * 20)
+    long.mkdir(parents=True)
+    with tempfile.TemporaryDirectory(prefix="pymp", dir="/tmp") as short:  # a forked command does not remove its own
+
+        def prepare() -> None:
+            tempfile.tempdir = str(long)  # found before the command was forked
+            socket_paths.SHORT = (short,)
+
+        args = ("--config-dir=mine", "callbacks=manager", "model=mlp", "max_steps=2", "logger=none", *args)
+        done = commands.forked(*args, env={"TMPDIR": str(long)}, prepare=prepare, timeout_s=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "from the manager" in done.stdout
+    assert not [*long.glob("pymp-*")]
+
+
+# A callback whose process listens at a socket.
+MANAGER = {
+    "mine/manager.py": """\
+        import multiprocessing
+
+        from runner import Callback
+
+
+        class Manager(Callback):
+            def on_start(self, run):
+                with multiprocessing.get_context("fork").Manager() as manager:
+                    print(manager.list(["from the manager"])[0], flush=True)
+        """,
+    "mine/callbacks/manager.yaml": """\
+        manager:
+          _target_: manager.Manager
+        """,
+}
