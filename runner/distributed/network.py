@@ -4,12 +4,10 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from ipaddress import ip_address
 from pathlib import Path
-
-import torch.distributed as dist
 
 from runner.distributed.environment import RankInfo
 from runner.errors import InputError
@@ -33,10 +31,11 @@ def environment_variables(values: Mapping[str, str], override: bool = True) -> I
         os.environ.update(before)
 
 
-def choose_interface(rank_info: RankInfo, requested: str | None, addresses: dist.Store) -> dict[str, str]:
+def choose_interface(rank_info: RankInfo, requested: str | None, gather: Callable[[str], list[str]]) -> dict[str, str]:
     """Return the environment variables that select this rank's interface; {} for the libraries' own choice.
 
-    All ranks must call it. Raises InputError if an address is invalid or unreachable. addresses: an empty store.
+    All ranks must call it. Raises InputError if an address is invalid or unreachable. gather: returns the
+    texts of all ranks.
     """
     if requested:
         return dict.fromkeys((GLOO, NCCL, TENSORPIPE), requested)
@@ -45,11 +44,10 @@ def choose_interface(rank_info: RankInfo, requested: str | None, addresses: dist
     if not rank_info.master_addr:
         return {}
     own = address_towards(rank_info.master_addr)
-    addresses.set(str(rank_info.rank), own)
+    addresses = gather(own)
     if is_loopback(own):
         # The master's name is often an alias of its loopback address; the route to another machine has the interface.
-        others = [other.decode() for other in addresses.multi_get([str(rank) for rank in range(rank_info.world_size)])]
-        outside = next((other for other in others if not is_loopback(other)), None)
+        outside = next((address for address in addresses if not is_loopback(address)), None)
         if outside is None:
             return loopback_only()
         own = address_towards(outside)

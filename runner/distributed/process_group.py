@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -80,7 +81,8 @@ class ProcessGroup:
 
     def _choose_interface(self, backend: Backend) -> None:
         """Choose the network interface of this group and of its later subgroups, until it is destroyed."""
-        variables = choose_interface(self._rank_info, backend.interface, self._store.namespace("addresses"))
+        gather = partial(self._store.gather, "addresses")
+        variables = choose_interface(self._rank_info, backend.interface, gather)
         # Lets gloo read the addresses of all ranks in one operation of the store, not in two operations for each.
         variables |= {"GLOO_ENABLE_STORE_V2_API": "1"}
         environment = ExitStack()

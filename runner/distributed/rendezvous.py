@@ -4,7 +4,7 @@ import json
 import socket
 import time
 from collections.abc import Callable
-from concurrent.futures import wait
+from concurrent import futures
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -14,16 +14,16 @@ import torch.distributed as dist
 
 from runner.distributed.backend import Backend
 from runner.distributed.environment import RankInfo
-from runner.distributed.failures.signals import exit_with_parent, received, seconds_since_received
+from runner.distributed.failures.signals import exit_with_parent
 from runner.distributed.network import is_loopback
 from runner.distributed.store_consensus import REPORT_TIMEOUT_S
 from runner.distributed.world import World
-from runner.distributed.world_store import set_tcp_timeouts
-from runner.errors import InputError, Preempted
+from runner.distributed.world_store import WorldStore, name_ranks, set_tcp_timeouts, signaled_since
+from runner.errors import InputError, Preempted, print_messages
 from runner.process.daemon_thread import call_in_daemon
 
 JOIN_TIMEOUT_S = 120.0  # until the configuration is known
-STOP_GRACE_S = 10.0  # for which a rank still looks for the others after a signal
+SILENT_S = 10.0  # after which a rank that still waits for others prints which ones
 TRY_S = 2.0  # between checks for signals: Python resumes a system call that a signal has interrupted
 # A global, because a process joins its world once, whatever runs in it afterwards, such as the jobs of a sweep.
 _joined: dict[RankInfo, World] = {}
@@ -72,7 +72,7 @@ def _connect(rank_info: RankInfo, init: str, timeout_s: float) -> dist.Store | N
         port, serves = int(text), rank_info.rank == 0
     try:
         if not serves:
-            return _connect_as_client(host, port, timeout_s)
+            return _connect_as_client(host, port, rank_info, timeout_s)
         found = socket.getaddrinfo(host, port)  # fails at once if the name does not resolve
         is_local = rank_info.on_one_machine and all(is_loopback(str(address[0])) for *_, address in found)
         return serve_store(host, port, is_local, timeout_s)
@@ -85,54 +85,80 @@ def _connect(rank_info: RankInfo, init: str, timeout_s: float) -> dist.Store | N
         ) from None
 
 
-def _connect_as_client(host: str, port: int, timeout_s: float) -> dist.Store:
+class _Wait:
+    """A wait for other ranks, which ends STOP_GRACE_S after a signal, and does not remain silent.
+
+    what: returns what the rank waits for; None if another rank prints that.
+    """
+
+    def __init__(self, timeout_s: float, what: Callable[[], str] | None = None):
+        self._start, self._what, self._timeout_s = time.monotonic(), what, timeout_s
+        self.deadline = self._start + timeout_s
+
+    def pause(self, seconds: float = 0.0) -> None:
+        """Sleep. After SILENT_S, print once what this rank waits for. Raise Preempted after a signal."""
+        if reason := signaled_since(self._start):
+            raise Preempted(reason) from None
+        if self._what and time.monotonic() - self._start > SILENT_S:
+            print_messages([f"waiting for {self._what()}, at most {self._timeout_s:g} s"])
+            self._what = None
+        time.sleep(seconds)
+
+
+def _connect_as_client(host: str, port: int, rank_info: RankInfo, timeout_s: float) -> dist.Store:
     """Connect to a store that another process serves, or is about to serve."""
-    start = time.monotonic()
-    deadline = start + timeout_s
+    prints = rank_info.local_rank == 0 or rank_info.rank == 1
+    wait = _Wait(timeout_s, (lambda: f"rank 0, which serves the store at {host}:{port}") if prints else None)
     while True:  # torch itself would log thirty lines at the timeout
         try:
-            left_s = max(deadline - time.monotonic(), 0.1)
+            left_s = max(wait.deadline - time.monotonic(), 0.1)
             socket.create_connection((host, port), timeout=min(left_s, TRY_S)).close()
             break
         except OSError:
-            if time.monotonic() > deadline:
+            if time.monotonic() > wait.deadline:
                 raise
-            _check_stop(start)
-            time.sleep(0.1)
+            wait.pause(0.1)
     timeout = timedelta(seconds=timeout_s)
-    return _connect_before(deadline, lambda: dist.TCPStore(host, port, timeout=timeout, wait_for_workers=False))
+    return _connect_before(wait.deadline, lambda: dist.TCPStore(host, port, timeout=timeout, wait_for_workers=False))
 
 
 def _connect_before(deadline: float, connect: Callable[[], dist.Store]) -> dist.Store:
     """Return `connect()`. Raise TimeoutError if the listening process does not respond: torch would wait forever."""
     connecting, start = call_in_daemon(connect, "connect"), time.monotonic()
-    while not wait([connecting], TRY_S).done:
+    wait = _Wait(deadline - start)
+    while not futures.wait([connecting], TRY_S).done:
         if time.monotonic() >= max(deadline, start + 1.0):
             raise TimeoutError("the process there accepts connections and does not respond")
-        _check_stop(start)
+        wait.pause()
     return connecting.result()
 
 
 def _wait_for_all(store: dist.Store, rank_info: RankInfo, timeout_s: float) -> RankInfo:
     """Wait until all ranks have connected. Return the info, with the fields that the environment did not define."""
-    arrivals = dist.PrefixStore(f"here{rank_info.restart}", store)
+    arrivals, world = dist.PrefixStore(f"here{rank_info.restart}", store), WorldStore(rank_info, store)
     arrivals.set(str(rank_info.rank), socket.gethostname())
+    size = rank_info.world_size
+
+    def missing() -> list[int]:
+        try:
+            return [rank for rank in range(size) if not arrivals.check([str(rank)])]
+        except RuntimeError:  # the process that served the store has exited
+            return [*range(size)]
+
     if rank_info.rank == 0:
-        deadline = time.monotonic() + timeout_s
-        ranks = [str(rank) for rank in range(rank_info.world_size)]
-        missing: list[int] = []
-        if not _poll(partial(arrivals.check, ranks), deadline):
-            missing = [int(rank) for rank in ranks if not _poll(partial(arrivals.check, [rank]), deadline)]
+        ranks = [str(rank) for rank in range(size)]
+        wait = _Wait(timeout_s, lambda: f"{name_ranks(missing())} of {size} to join rank 0")
+        late = [] if _poll(partial(arrivals.check, ranks), wait, world) else missing()
         # One operation for all hosts, so that the number of operations does not grow with the number of ranks.
-        hosts = [] if missing else [host.decode() for host in arrivals.multi_get(ranks)]
+        hosts = [] if late else [host.decode() for host in arrivals.multi_get(ranks)]
         arrivals.set("hosts", json.dumps(hosts))
-        if missing:
+        if late:
             raise InputError(
-                f"ranks {missing} of {rank_info.world_size} did not appear within launcher.join_timeout_s="
-                f"{timeout_s:g}; check that every one was started, with the same MASTER_ADDR and MASTER_PORT"
+                f"ranks {late} of {size} did not appear within launcher.join_timeout_s={timeout_s:g}; check that every "
+                "one was started, with the same MASTER_ADDR and MASTER_PORT"
             )
-    elif not _poll(partial(arrivals.check, ["hosts"]), time.monotonic() + timeout_s + REPORT_TIMEOUT_S):
-        raise InputError(f"rank 0 of {rank_info.world_size} did not appear within {timeout_s:g} s")
+    elif not _poll(partial(arrivals.check, ["hosts"]), _Wait(timeout_s + REPORT_TIMEOUT_S), world):
+        raise InputError(f"rank 0 of {size} did not appear within {timeout_s:g} s")
     elif not (hosts := json.loads(arrivals.get("hosts"))):  # rank 0 reports the missing ranks
         raise InputError
     return _count_local_ranks(rank_info, hosts) if rank_info.inferred else rank_info
@@ -147,19 +173,19 @@ def _count_local_ranks(rank_info: RankInfo, hosts: list[str]) -> RankInfo:
     return replace(rank_info, on_one_machine=on_one_machine)
 
 
-def _poll(find: Callable[[], Any], deadline: float) -> Any:
-    """Return the first true result of `find`, or the last one in time. store.wait would log lines at the timeout."""
-    start = time.monotonic()
+def _poll(find: Callable[[], bool], wait: _Wait, world: WorldStore) -> bool:
+    """Return True if `find` does so in time. store.wait would log lines at the timeout.
+
+    Raise Preempted after a signal to this rank or to another one, which then sets no more keys.
+    """
     try:
-        while not (found := find()) and time.monotonic() < deadline:
-            _check_stop(start)
-            time.sleep(0.02)
+        while not (found := find()) and time.monotonic() < wait.deadline:
+            if reason := world.stop_reason():
+                raise Preempted(reason)
+            wait.pause(0.02)
+    except Preempted as error:
+        world.announce_stop(str(error))
+        raise
     except RuntimeError:  # the process that served the store has exited
         return False
     return found
-
-
-def _check_stop(start: float) -> None:
-    """Raise Preempted if both a signal and `start`, when the wait began, are more than STOP_GRACE_S ago."""
-    if (reason := received()) and min(seconds_since_received(), time.monotonic() - start) > STOP_GRACE_S:
-        raise Preempted(reason) from None

@@ -8,19 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from runner.distributed.environment import RankInfo
-from runner.distributed.world_store import WorldStore
-from runner.errors import InputError, Preempted
+from runner.distributed.world_store import RanksMissing, WorldStore
+from runner.errors import InputError
 
+KEYS = "agreed"  # in front of each topic
 REPORT_TIMEOUT_S = 15.0  # by which ranks wait longer for rank 0 than rank 0 waits for them
 _ACTIVITIES = {"composed": "composing its configuration", "refused": "building its model and data"}  # by topic
-
-
-class RanksMissing(TimeoutError):
-    """Ranks did not reach a point of consensus in time. is_reporter: this rank reports the failure for all ranks."""
-
-    def __init__(self, text: str, is_reporter: bool):
-        super().__init__(text)
-        self.is_reporter = is_reporter
 
 
 class StoreConsensus:
@@ -38,14 +31,14 @@ class StoreConsensus:
         store, rank = self._store.job, self._rank_info.rank
         if store is None:
             return messages
-        store.set(f"{topic}/{rank}", json.dumps(messages))
+        agreed = f"{KEYS}/{topic}/all"
+        store.set(f"{KEYS}/{topic}/{rank}", json.dumps(messages))
         if rank == 0:
-            store.set(f"{topic}/all", json.dumps(self._collect(topic)))
+            store.set(agreed, json.dumps(self._collect(topic)))
         # Rank 0 sets the key after it has waited for all ranks. So a rank waits a little longer for rank 0.
-        if not self._wait_for([f"{topic}/all"], time.monotonic() + self.timeout_s + REPORT_TIMEOUT_S):
-            is_reporter = store.compare_set("absent", "", str(rank)).decode() == str(rank)
-            raise RanksMissing(self._describe_missing([0], topic), is_reporter)
-        result: str | list[str] = json.loads(store.get(f"{topic}/all"))
+        if not self._store.wait_for([agreed], time.monotonic() + self.timeout_s + REPORT_TIMEOUT_S):
+            raise self._store.ranks_missing([0], _describe(topic), self.timeout_s)
+        result: str | list[str] = json.loads(store.get(agreed))
         if isinstance(result, str):
             raise RanksMissing(result, is_reporter=rank == 0)
         return result
@@ -103,40 +96,24 @@ class StoreConsensus:
 
     def gather_from_machine(self, topic: str, text: str) -> list[str]:
         """Return the texts of the other ranks on this machine. All ranks must call it."""
-        if self._store.job is None:
-            return []
-        store, own, host = self._store.namespace(topic), self._rank_info.rank, socket.gethostname()
-        store.set(str(own), json.dumps([host, text]))
-        found = map(json.loads, store.multi_get([str(rank) for rank in range(self._rank_info.world_size)]))
+        own, host = self._rank_info.rank, socket.gethostname()
+        found = map(json.loads, self._store.gather(topic, json.dumps([host, text])))
         return [other for rank, (place, other) in enumerate(found) if place == host and rank != own]
 
     def _collect(self, topic: str) -> list[str] | str:
         """Return the messages of the lowest rank that has any, or a line about ranks that are missing."""
-        store, keys = self._store.job, [f"{topic}/{rank}" for rank in range(self._rank_info.world_size)]
+        store, keys = self._store.job, [f"{KEYS}/{topic}/{rank}" for rank in range(self._rank_info.world_size)]
         assert store is not None
-        deadline = time.monotonic() + self.timeout_s
-        if not self._wait_for(keys, deadline):
-            missing = [rank for rank, key in enumerate(keys) if not self._wait_for([key], deadline)]
+        if not self._store.wait_for(keys, time.monotonic() + self.timeout_s):
+            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
             if missing:
-                return self._describe_missing(missing, topic)
+                return str(self._store.ranks_missing(missing, _describe(topic), self.timeout_s))
         messages = (json.loads(text) for text in store.multi_get(keys))
         return next((each for each in messages if each), [])
 
-    def _describe_missing(self, ranks: list[int], topic: str) -> str:
-        names = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-        activity = f"did not finish {_ACTIVITIES[topic]}" if topic in _ACTIVITIES else f"did not respond ({topic})"
-        return f"{names} of {self._rank_info.world_size} {activity} within backend.timeout_s={self.timeout_s:g} s"
 
-    def _wait_for(self, keys: list[str], deadline: float) -> bool:
-        """Return True if all keys are set in time. Raise Preempted if a rank was stopped, which sets no more keys."""
-        store, pause_s = self._store.job, 0.001
-        assert store is not None
-        while not (found := store.check(keys)) and time.monotonic() < deadline:
-            if reason := self._store.stop_reason():
-                raise Preempted(reason)
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 0.02)
-        return found
+def _describe(topic: str) -> str:
+    return f"did not finish {_ACTIVITIES[topic]}" if topic in _ACTIVITIES else f"did not respond ({topic})"
 
 
 def _read(restart_file: Path) -> dict[str, str]:

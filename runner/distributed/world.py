@@ -25,6 +25,7 @@ class World:
         self.store = WorldStore(rank_info, connection)
         self.heartbeat = Heartbeat(rank_info.rank)
         self.local_ranks = LocalRanks(rank_info, self.store, self.heartbeat)
+        self.store.timeout_s = backend.timeout_s
         self.consensus = StoreConsensus(rank_info, self.store, backend.timeout_s)
         self.group = ProcessGroup(rank_info, self.store, self.local_ranks)
         self.collectives = Collectives(rank_info.world_size)
@@ -38,7 +39,7 @@ class World:
 
     def begin_job(self, backend: Backend) -> None:
         """Start a job, with new keys in the store. All ranks must call it."""
-        self.backend, self.consensus.timeout_s = backend, backend.timeout_s
+        self.backend, self.consensus.timeout_s, self.store.timeout_s = backend, backend.timeout_s, backend.timeout_s
         self.store.begin_job()
         self.local_ranks.publish()
         self.shutdown.begin_job(backend.timeout_s)

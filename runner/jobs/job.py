@@ -15,10 +15,10 @@ from runner.distributed.backend import as_backend
 from runner.distributed.environment import run_in_progress
 from runner.distributed.failures.hung_ranks import raised_at
 from runner.distributed.failures.peer_failure import PeerMissing, is_peer_failure
-from runner.distributed.failures.signals import Stopped, handling_signals, interruptible
+from runner.distributed.failures.signals import Stopped, end_start, handling_signals, interruptible
 from runner.distributed.machine import choose_devices, set_threads
-from runner.distributed.store_consensus import RanksMissing
 from runner.distributed.world import World
+from runner.distributed.world_store import RanksMissing
 from runner.errors import (
     InputError,
     JobFailed,
@@ -161,6 +161,7 @@ def _form_group(world: World, experiment: Experiment | None) -> None:
         world.watchdog.start()
         if experiment is not None:
             experiment.share_samples()
+    end_start()
 
 
 def _describe_code(request: Request, directory: RunDirectory) -> list[str]:

@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 
 from runner.checkpoints.layout import list_checkpoints, step_of
 from runner.distributed.failures.hung_ranks import KILLED
-from runner.distributed.failures.signals import PREEMPTED
+from runner.distributed.failures.signals import PREEMPTED, signals_deferred
 from runner.errors import JobFailed, Preempted, print_messages
 from runner.launchers.node_rendezvous import Rendezvous
 from runner.launchers.rank_process import FAILURE_REPORTED, Outcome
@@ -43,10 +43,17 @@ class Ranks:
 
 
 class _Agent(LocalElasticAgent):
-    """torch's agent, except that a rank that exits with status 0 before its function returns has failed.
+    """torch's agent, with two differences.
 
-    torch would wait for the return value of the rank forever.
+    A rank that exits with status 0 before its function returns has failed: torch would wait for its return value
+    forever. Signals are handled once all ranks have been started: otherwise, this process would exit without the rank
+    that it is starting, which would then fail to open semaphores that no longer exist.
     """
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        with signals_deferred():
+            started: dict[int, Any] = super()._start_workers(worker_group)
+        return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)

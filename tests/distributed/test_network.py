@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from commands import is_loopback, listening
 from worlds import run
 
@@ -30,21 +29,20 @@ from runner.training.trainer import Trainer
 def test_ranks_on_one_machine_use_the_loopback() -> None:
     master = RankInfo(0, 0, 1, 1, master_addr="localhost", on_one_machine=False)
     for rank_info in (RankInfo(), master):
-        assert choose_interface(rank_info, None, dist.HashStore()) == {GLOO: LOOPBACK, TENSORPIPE: LOOPBACK}
+        assert choose_interface(rank_info, None, lambda own: [own]) == {GLOO: LOOPBACK, TENSORPIPE: LOOPBACK}
 
 
 def test_external_interface_is_used_if_the_masters_name_is_its_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     own = {"localhost": "127.0.0.1", "10.9.8.7": "10.9.8.1"}
     monkeypatch.setattr("runner.distributed.network.address_towards", own.__getitem__)
     monkeypatch.setattr("runner.distributed.network._addresses_of", lambda name: ["10.9.8.1"] if name == "lo" else [])
-    store = dist.HashStore()
-    store.set("1", "10.9.8.7")  # the address that a rank on the other machine publishes
     rank_info = RankInfo(0, 0, 2, 1, master_addr="localhost", on_one_machine=False)
-    assert choose_interface(rank_info, None, store) == dict.fromkeys((GLOO, NCCL, TENSORPIPE), "lo")
+    chosen = choose_interface(rank_info, None, lambda own: [own, "10.9.8.7"])
+    assert chosen == dict.fromkeys((GLOO, NCCL, TENSORPIPE), "lo")
 
 
 def test_requested_interface_is_used_and_an_unknown_one_refused() -> None:
-    assert choose_interface(RankInfo(), "eth7", dist.HashStore()) == dict.fromkeys((GLOO, NCCL, TENSORPIPE), "eth7")
+    assert choose_interface(RankInfo(), "eth7", lambda own: [own]) == dict.fromkeys((GLOO, NCCL, TENSORPIPE), "eth7")
     (message,) = Backend(name="gloo", device="cpu", interface="eth7").check()
     assert message.startswith("backend.interface=eth7: this machine has no such network interface, only ")
     assert LOOPBACK in message

@@ -119,7 +119,7 @@ def test_unresponsive_listener_is_refused_in_time_and_a_signal_ends_the_wait(
     is_stopped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("runner.distributed.rendezvous.TRY_S", 0.05)
-    monkeypatch.setattr("runner.distributed.rendezvous.STOP_GRACE_S", 0.05)
+    monkeypatch.setattr("runner.distributed.world_store.STOP_GRACE_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
 

@@ -1,9 +1,13 @@
 """Consensus, votes and reports of the ranks of a world."""
 
 import logging
+import os
+import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -12,8 +16,9 @@ from ranks import run_ranks
 
 from runner.distributed.backend import Backend
 from runner.distributed.environment import RankInfo
+from runner.distributed.failures.signals import handling_signals
 from runner.distributed.world import World
-from runner.errors import InputError
+from runner.errors import InputError, Preempted
 
 
 def world_of(rank: int, world_size: int, path: Path, timeout_s: float = 30) -> World:
@@ -145,3 +150,55 @@ def test_group_that_cannot_be_destroyed_is_given_up(
     finally:
         let_go.set()
     assert "the process group could not be destroyed within 0.2 s" in caplog.text
+
+
+WAITS: dict[str, Callable[[World], object]] = {
+    "cores": lambda world: world.consensus.gather_from_machine("cores", "0"),
+    "processes": lambda world: world.local_ranks.discover(),
+    "addresses": lambda world: world.store.gather("addresses", "127.0.0.1"),
+    "consensus": lambda world: world.consensus.first_error("refused", []),
+}
+
+
+@pytest.mark.fault("a signal to one rank while another one waits for it at the start", outcome="refused")
+@pytest.mark.parametrize("signaled", [0, 1])
+@pytest.mark.parametrize("what", WAITS)
+def test_a_signal_to_any_rank_ends_a_wait_of_the_start(
+    what: str, signaled: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 never does what rank 0 waits for. A launcher signals rank 0 once it has noticed the exit of rank 1."""
+    monkeypatch.setattr("runner.distributed.world_store.STOP_GRACE_S", 0.1)
+
+    def on_rank(rank: int, world_size: int) -> None:
+        rank_info = RankInfo(rank, rank, world_size, world_size, source="test")
+        world = World(rank_info, dist.FileStore(str(tmp_path / "store"), world_size), Backend())
+        if rank == 1:
+            wait_until((tmp_path / "waits").exists)
+            if signaled == 1:
+                world.shutdown.report_stop("SIGTERM")
+            wait_until((tmp_path / "ended").exists)
+            return
+        with handling_signals():
+            world.begin_job(world.backend)
+            (tmp_path / "waits").touch()
+            if signaled == 0:
+                threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            with pytest.raises(Preempted, match="SIGTERM"):
+                WAITS[what](world)
+        (tmp_path / "ended").touch()
+
+    run_ranks(on_rank, 2, forms_group=False, timeout_s=100)
+
+
+def test_users_of_the_store_do_not_share_keys(tmp_path: Path) -> None:
+    def on_rank(rank: int, world_size: int) -> list[Any]:
+        world = world_of(rank, world_size, tmp_path)
+        own = world.store.namespace("hosts")
+        if rank == 0:
+            for key in ("0", "1", "all"):
+                own.set(key, "its own")
+        found = world.consensus.first_error("hosts", ["of the consensus"] if rank == 1 else [])
+        return [found, world.store.gather("hosts", f"of rank {rank}"), *(own.get(key) for key in ("0", "1", "all"))]
+
+    expected = [["of the consensus"], ["of rank 0", "of rank 1"], *[b"its own"] * 3]
+    assert run_ranks(on_rank, 2, forms_group=False) == [expected] * 2

@@ -15,7 +15,7 @@ from runner.distributed.failures.peer_failure import RECORD_TIMEOUT_S, FirstFail
 from runner.distributed.failures.signals import PARENT_EXITED, received
 from runner.distributed.local.local_ranks import LocalRanks
 from runner.distributed.store_consensus import REPORT_TIMEOUT_S
-from runner.distributed.world_store import STOPPED, WorldStore
+from runner.distributed.world_store import WorldStore
 from runner.errors import JobFailed
 
 PATIENCE_S = 5.0  # in which a loop that waits for a failed rank may raise an error by itself
@@ -100,8 +100,7 @@ class Shutdown:
     def report_stop(self, reason: str) -> None:
         """Let the other ranks know that a signal stops this rank at a point where they do not expect it."""
         self.failed = True
-        if (root := self._store.root) is not None:
-            self._store.call(lambda _: root.set(STOPPED, reason))
+        self._store.announce_stop(reason)
 
     def wait_for_all(self) -> None:
         """Wait until all ranks have called this method, which they do once the job has ended on them without a failure.

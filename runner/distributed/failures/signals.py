@@ -18,6 +18,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, si
 MAY_BE_IGNORED = (signal.SIGHUP, signal.SIGQUIT)
 PREEMPTED, INTERRUPTED = 143, 130  # exit statuses
 EXIT_DELAY_S = 1.5  # from a second Ctrl-C to the exit
+START_GRACE_S = 8.0  # from a signal to the exit of a rank whose start still waits for others, for example in C++
 PARENT_GRACE_S = 30.0  # from the exit of the parent, for a step and a save
 PARENT_POLL_S = 0.5
 PARENT_EXITED = "the process that started this rank has exited"
@@ -48,6 +49,7 @@ class _State:
     requested_reason: str | None = None  # replaces the name of the next signal
     parent: int | None = None  # the pid of the parent at the command's first line
     terminals: tuple[int, ...] = ()  # the descriptors of standard output and standard error that are terminals
+    is_starting: bool = False  # this process is a rank that has not formed its process group, and has nothing to save
 
 
 _state = _State()
@@ -72,10 +74,14 @@ def seconds_since_received() -> float:
 def install_handlers() -> None:
     """Handle signals from a command's first line on: until a run exists, a signal ends the command with status 143.
 
-    In a world of several ranks, a rank records the signal instead, and reports it to the others after the rendezvous.
+    In a world of several ranks, a rank records the signal instead, and reports it to the others after the rendezvous,
+    unless torchrun has started all ranks: it terminates the others when one exits.
     """
-    is_rank = any(os.environ.get(name, "1") != "1" for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS"))
-    _install(_note if is_rank else lambda reason: os._exit(PREEMPTED))
+    environ = os.environ
+    is_rank = any(environ.get(name, "1") != "1" for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS"))
+    has_agent = "TORCHELASTIC_RUN_ID" in environ and environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE")
+    _install(_note if is_rank and not has_agent else lambda reason: os._exit(PREEMPTED))
+    _state.is_starting = is_rank
     _state.parent = os.getppid()
     _exit_at_second_interrupt()
 
@@ -83,8 +89,14 @@ def install_handlers() -> None:
 def install_rank_handlers() -> None:
     """Handle signals in a rank that a launcher of the runner has started within `signals_blocked`."""
     _install(_note)
+    _state.is_starting = True
     _exit_at_second_interrupt()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def end_start() -> None:
+    """From now on, a rank exits after a signal only once it has saved."""
+    _state.is_starting = False
 
 
 @contextmanager
@@ -129,6 +141,30 @@ def signals_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def signals_deferred() -> Iterator[None]:
+    """Call the handlers of the signals that arrive within the context at its end.
+
+    Blocking the signals would not do: another thread would receive them, and Python would call the handlers at once.
+    """
+    arrived: list[int] = []
+
+    def defer(number: int, frame: FrameType | None) -> None:
+        arrived.append(number)
+
+    before = {number: handler for number in STOP_SIGNALS if callable(handler := signal.getsignal(number))}
+    for number in before:
+        signal.signal(number, defer)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) is defer:  # torch's agent may have installed its own
+                signal.signal(number, handler)
+        for arrival in arrived:
+            signal.raise_signal(arrival)
 
 
 def ignore_signals() -> None:
@@ -181,21 +217,33 @@ def _handle(number: int, frame: FrameType | None) -> None:
 
 
 def _exit_at_second_interrupt() -> None:
-    """Exit at the second Ctrl-C, from a thread: Python's handlers run in the main thread, which may wait in C++."""
+    """Exit at the second Ctrl-C, and after a signal to a rank whose start goes on for START_GRACE_S.
+
+    A thread does so, because Python's handlers run in the main thread, which may wait in C++.
+    """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     os.register_at_fork(after_in_child=_reset_wakeup)  # or a child's signals would be counted here
-    threading.Thread(target=_count_interrupts, args=(reader,), daemon=True, name="interrupts").start()
+    threading.Thread(target=_watch_signals, args=(reader,), daemon=True, name="signals").start()
 
 
-def _count_interrupts(reader: int) -> None:
+def _watch_signals(reader: int) -> None:
     num_interrupts = 0
     while num_interrupts < 2:
-        is_interrupt = os.read(reader, 1)[0] == signal.SIGINT
+        number = os.read(reader, 1)[0]
         # A launcher handles Ctrl-C itself, to terminate its ranks first; a debugger handles it too.
-        num_interrupts += is_interrupt and signal.getsignal(signal.SIGINT) is _handle
+        num_interrupts += number == signal.SIGINT and signal.getsignal(signal.SIGINT) is _handle
+        if _state.is_starting and number in STOP_SIGNALS:
+            timer = threading.Timer(START_GRACE_S, _exit_if_starting)
+            timer.daemon = True
+            timer.start()
     _exit_interrupted()
+
+
+def _exit_if_starting() -> None:
+    if _state.is_starting:
+        os._exit(PREEMPTED)
 
 
 def _reset_wakeup() -> None:

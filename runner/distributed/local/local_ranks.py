@@ -23,7 +23,7 @@ class LocalRanks:
         self.all, self.others = {}, {}
         if self._store.job is not None:
             self.own = self._heartbeat.start()
-            self._store.job.set(f"rank/{self.own.rank}", json.dumps(self.own))
+            self._store.publish("processes", json.dumps(self.own))
 
     def discover(self) -> None:
         """Read the processes of all ranks. All ranks must have called `publish`."""
@@ -40,10 +40,7 @@ class LocalRanks:
 
     def _read(self) -> list[RankProcess]:
         """Return the processes of all ranks from the store; none in a world of one rank."""
-        if (store := self._store.job) is None:
-            return []
-        texts = store.multi_get([f"rank/{rank}" for rank in range(self._rank_info.world_size)])
-        return [RankProcess(*json.loads(text)) for text in texts]
+        return [RankProcess(*json.loads(text)) for text in self._store.published("processes")]
 
     def exited(self) -> list[int]:
         """Return the ranks on this machine whose processes have exited."""
