@@ -40,6 +40,7 @@ from runner.jobs.micro_batches import (
 from runner.jobs.process_state import reset_process
 from runner.jobs.task import JobTask, check_size, initial_weights_path, make_task
 from runner.records.console import LOGS, logging_to
+from runner.records.output import copying_output
 from runner.records.run_directory import RunDirectory
 from runner.records.run_record import RunRecord, report_failure, watch_outcome
 from runner.training.build import Experiment, build
@@ -53,7 +54,7 @@ def run_job(request: Request, world: World) -> dict[str, float]:
 
     Return its metrics. Raise InputError (nothing was written), Preempted (a signal stopped it) or JobFailed.
     """
-    with run_in_progress(), handling_signals():
+    with run_in_progress(), handling_signals(), copying_output(world.rank == 0):
         if request.command.choices.get("parallel") == AUTO:
             from runner.jobs.mode_choice import choose_mode  # imported late, because other jobs do not need it
 

@@ -5,15 +5,18 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import StringIO
 from pathlib import Path
 from typing import IO, Any, cast
 
-from rich.console import Console
+from rich.console import Console, NewLine
+from rich.control import Control
 
 from runner.errors import printable
-from runner.records.run_files import make_directory, without_links
+from runner.records.output import FailSafeStream, copies, copying_output
+from runner.records.run_files import LOG, make_directory, without_links
 
-LOG, LOGS = "log.txt", "logs"  # the log of rank 0, and the directory for those of other ranks
+LOGS = "logs"  # the directory of the logs of other ranks than 0
 LOGGER = logging.getLogger("runner")
 
 
@@ -25,44 +28,35 @@ class _ConsoleHandler(logging.Handler):
         self.console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.console.print(self.format(record), markup=False, highlight=False, soft_wrap=True)
+        # The log has a handler of its own.
+        Console.print(self.console, self.format(record), markup=False, highlight=False, soft_wrap=True)
 
 
-class _FailSafeStream:
-    """A stream that ignores errors, as of a closed terminal, a pipe or a full disk, so that the run continues."""
+class _CopiedConsole(Console):
+    """A console whose prints are copied into the log as well, except for the states of a progress bar."""
 
-    def __init__(self, stream: Any):
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        with suppress(OSError):
-            self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with suppress(OSError):
-            self._stream.flush()
-
-    def close(self) -> None:
-        with suppress(OSError):
-            self._stream.close()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+    def print(self, *objects: Any, **options: Any) -> None:
+        super().print(*objects, **options)
+        if not all(isinstance(each, (Control, NewLine)) for each in objects):
+            text = StringIO()
+            Console(file=text, width=self.width, force_jupyter=False, emoji=False).print(*objects, **options)
+            copies.add("stdout", text.getvalue())
 
 
 @contextmanager
 def logging_to(rank: int, directory: Path) -> Iterator[Console]:
     """Log messages and warnings of a job for the duration of the context.
 
-    Rank 0 logs to the terminal and to log.txt. Another rank logs warnings and errors to logs/rank_R.txt, which is
-    created with the first of them.
+    Rank 0 logs to the terminal and to log.txt, which also contains what Python code writes to the standard streams.
+    Another rank logs warnings and errors to logs/rank_R.txt, which is created with the first of them.
     """
-    stream = cast(IO[str], _FailSafeStream(sys.stdout))
-    console = Console(file=stream, force_terminal=is_terminal(), force_jupyter=False, emoji=False)
+    stream = cast(IO[str], FailSafeStream(sys.stdout))
+    console = _CopiedConsole(file=stream, force_terminal=is_terminal(), force_jupyter=False, emoji=False)
     handlers: list[logging.Handler]
     if rank == 0:
-        handlers = [_FileHandler(directory / LOG)]
+        log = _FileHandler(directory / LOG)
+        copies.open(log.write_line)
+        handlers = [log]
         if not any(isinstance(handler, _ConsoleHandler) for handler in LOGGER.handlers):  # in task=compare
             handlers.append(_ConsoleHandler(console))
     else:
@@ -79,8 +73,11 @@ def logging_to(rank: int, directory: Path) -> Iterator[Console]:
     show = warnings.showwarning
     logging.captureWarnings(True)
     try:
-        yield console
+        with copying_output(rank == 0):
+            yield console
     finally:
+        if rank == 0:
+            copies.close(log.write_line)
         logging.captureWarnings(False)
         warnings.showwarning = show  # within a job of task=compare, `show` captures warnings
         for handler in handlers:
@@ -101,13 +98,24 @@ class _FileHandler(logging.FileHandler):
     """Appends to a regular file. Opening a link raises OSError. With `delay`, the first record creates the file."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        copies.end_lines()
         with suppress(OSError):  # the disk is full
             super().emit(record)
+
+    def write_line(self, line: str) -> None:
+        self.acquire()
+        try:
+            assert self.stream is not None
+            self.stream.write(f"{line}\n")
+            self.stream.flush()
+        finally:
+            self.release()
 
     def _open(self) -> Any:
         if self.delay:
             make_directory(Path(self.baseFilename).parent)
-        return _FailSafeStream(open(self.baseFilename, self.mode, opener=without_links))
+        options: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace", "opener": without_links}
+        return FailSafeStream(open(self.baseFilename, self.mode, **options))
 
 
 def is_terminal() -> bool:

@@ -19,7 +19,7 @@ import yaml
 
 from runner.errors import InputError
 
-METRICS = "metrics.jsonl"
+METRICS, LOG = "metrics.jsonl", "log.txt"
 MAX_BYTES, MAX_LINE = 16 << 20, 16 << 20  # of a record that is read as a whole; characters of a line
 MAX_DEPTH, MAX_VALUES, MAX_ALIASES = 50, 1_000_000, 10  # of the values in a record
 MAX_INT = 2**1023  # larger integers may not be convertible to float

@@ -12,9 +12,16 @@ from types import UnionType
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from runner.errors import InputError
-from runner.records.console import LOG
 from runner.records.monitor import Monitor, recorded_monitor
-from runner.records.run_files import dumps, parse_metrics, read_mapping, read_metrics, without_links, write_atomically
+from runner.records.run_files import (
+    LOG,
+    dumps,
+    parse_metrics,
+    read_mapping,
+    read_metrics,
+    without_links,
+    write_atomically,
+)
 from runner.records.run_lock import living_owner
 from runner.records.settings import CONFIG, OVERRIDES, Section, by_key, read_overrides, read_settings, to_text
 
