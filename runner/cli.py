@@ -1,6 +1,7 @@
 """The command line: composes the arguments into one run or a sweep, starts it, and returns the exit status.
 
-torch is imported only for a run or a sweep, so that --help, --cfg and completion answer at once.
+torch is imported only once the arguments are composed, so that --help, --cfg, completion and mistyped names answer at
+once.
 """
 
 import os
@@ -17,11 +18,12 @@ from hydra.core.global_hydra import GlobalHydra
 from runner.config.command import composing, prepare
 from runner.config.compose import explained
 from runner.config.custom_dirs import absolute_dirs, add_to_path
+from runner.config.diagnostics.import_target import import_torch
 from runner.config.help.topics import render_help
 from runner.config.resume import Arguments
 from runner.distributed.environment import RankInfo, find_rank_info
 from runner.errors import InputError, Preempted, describe_full_disk, print_messages
-from runner.jobs.process_tuning import import_torch, tune_process
+from runner.jobs.process_tuning import tune_process
 from runner.paths import CONF
 
 FINISHED, FAILED, REFUSED, INTERRUPTED, PREEMPTED = 0, 1, 2, 130, 143
@@ -113,12 +115,10 @@ def _flag_parser() -> ArgumentParser:
 
 
 def _run(arguments: Arguments, multirun: bool, rank_info: RankInfo) -> int:
-    import_torch()
     if multirun:
         from runner.sweeps.run_sweep import run_sweep
 
-        tune_process()
-        return run_sweep(arguments, rank_info, sys.orig_argv)[1]
+        return run_sweep(arguments, rank_info, sys.orig_argv, tune_process)[1]
     request = prepare(arguments, rank_info, sys.orig_argv)
     from runner.launchers.launch import launch_and_report
 
@@ -150,15 +150,19 @@ def _find_init(overrides: Sequence[str]) -> str:
 
 def _refuse_on_all_ranks(messages: list[str], init: str) -> int:
     """Print the messages once, on rank 0, before any rank exits."""
+    has_printed = False
     try:
         rank_info = find_rank_info(init)
         if rank_info.world_size > 1:
+            if has_printed := rank_info.rank == 0:  # the ranks agree on its messages, whatever the others have found
+                print_messages(messages)
+            import_torch()
             from runner.distributed.backend import Backend
             from runner.distributed.rendezvous import join
 
             world = join(rank_info, Backend(init=init))
-            agreed = world.consensus.first_error("composed", messages)
-            world.shutdown.report_before_exit(lambda: print_messages(agreed))
+            world.consensus.first_error("composed", messages)
+            world.shutdown.report_before_exit(lambda: None)
             world.shutdown.close()
             return REFUSED
     except InputError as error:  # the environment describes no valid world
@@ -167,5 +171,6 @@ def _refuse_on_all_ranks(messages: list[str], init: str) -> int:
         return PREEMPTED
     except TimeoutError:  # the other ranks have not joined
         pass
-    print_messages(messages)
+    if not has_printed:
+        print_messages(messages)
     return REFUSED

@@ -17,11 +17,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runner.config.changes import check_resumable
 from runner.config.custom_dirs import on_search_path
+from runner.config.diagnostics.import_target import import_torch
 from runner.config.diagnostics.keys import value_problem
 from runner.config.diagnostics.overrides import explain
 from runner.config.schema import GROUPS, NAMED_GROUPS, Config, apply_debug, as_config
 from runner.config.texts import typed_keys, typed_options
-from runner.config.validate import DESCRIBED, check_input, check_types
+from runner.config.validate import DESCRIBED, check_input, check_types, check_values
 from runner.errors import InputError, did_you_mean
 from runner.paths import CONF
 
@@ -96,7 +97,10 @@ def for_mode(overrides: Sequence[str], chosen: str, mode: str, dropped: Sequence
 
 
 def checked(cfg: DictConfig, overrides: Sequence[str]) -> Config:
-    """Return the typed and resolved configuration. Raise InputError with every value that is wrong by itself."""
+    """Return the typed and resolved configuration. Raise InputError with every value that is wrong by itself.
+
+    The options of constructors are checked last, because importing these takes seconds.
+    """
     choices = cfg.hydra.runtime.choices if "hydra" in cfg else {}  # a job of a sweep has been checked before
     groups = (*GROUPS, *NAMED_GROUPS)
     try:
@@ -108,8 +112,9 @@ def checked(cfg: DictConfig, overrides: Sequence[str]) -> Config:
         container = {key: container[key] if key in groups else value for key, value in typed.items()}
     except OmegaConfBaseException as error:
         raise InputError(value_problem(cfg, error, overrides, choices)) from None
-    if messages := check_types(container, choices):
+    if messages := check_types(container, choices) or check_values(as_config(container)):
         raise InputError(*messages)
+    import_torch()
     container |= {key: typed_options(container[key], DESCRIBED.get(key)) for key in groups}
     optimizer = container["optimizer"]
     if "groups" in optimizer:

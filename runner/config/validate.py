@@ -41,8 +41,8 @@ DESCRIBED: dict[str, dict[str, Any]] = {
 
 
 def check_input(config: Config, choices: Mapping[str, str]) -> list[str]:
-    """Return one message for each value that is wrong by itself; `choices` are the chosen options by group."""
-    messages = check_values(config)
+    """Return one message for each option that is wrong by itself; `choices` are the chosen options by group."""
+    messages = list[str]()
     for group in NAMED_GROUPS:
         messages += _check_named(group, getattr(config, group))
     for group in GROUPS:

@@ -13,6 +13,7 @@ from runner.errors import InputError
 
 ALONE = "one process"
 IMAGINED = "a plan"  # the source of a rank whose code a plan runs with fake tensors, without the other ranks
+JOIN_TIMEOUT_S = 120.0  # for the ranks to find each other, until the configuration is known
 PORTS = range(10_000, 30_000)  # below the ephemeral ports
 # A global, because custom code that starts another run within a run has no access to the first one.
 _runs_in_progress: list[None] = []

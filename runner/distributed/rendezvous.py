@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from runner.distributed.backend import Backend
-from runner.distributed.environment import RankInfo
+from runner.distributed.environment import JOIN_TIMEOUT_S, RankInfo
 from runner.distributed.failures.signals import exit_with_parent
 from runner.distributed.network import is_loopback
 from runner.distributed.store_consensus import REPORT_TIMEOUT_S
@@ -22,7 +22,6 @@ from runner.distributed.world_store import WorldStore, name_ranks, set_tcp_timeo
 from runner.errors import InputError, Preempted, print_messages
 from runner.process.daemon_thread import call_in_daemon
 
-JOIN_TIMEOUT_S = 120.0  # until the configuration is known
 SILENT_S = 10.0  # after which a rank that still waits for others prints which ones
 TRY_S = 2.0  # between checks for signals: Python resumes a system call that a signal has interrupted
 # A global, because a process joins its world once, whatever runs in it afterwards, such as the jobs of a sweep.

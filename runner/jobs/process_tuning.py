@@ -10,9 +10,6 @@ import atexit
 import ctypes
 import gc
 import os
-import resource
-
-from runner.errors import InputError, first_line
 
 # https://man7.org/linux/man-pages/man3/mallopt.3.html
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -24,16 +21,6 @@ _libc = ctypes.CDLL(None)
 def begin_imports() -> None:
     """Turn the garbage collector off, from a process's first line until `tune_process`."""
     gc.disable()
-
-
-def import_torch() -> None:
-    """Import torch, before modules that fail without it. Raise InputError if it cannot be loaded."""
-    try:
-        import torch  # noqa: F401
-    except (ImportError, MemoryError, OSError) as error:
-        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-        hint = f"; `ulimit -v` limits this process to {limit >> 10:,} KiB, raise it" if limit >= 0 else ""
-        raise InputError(f"torch cannot be imported ({first_line(error)}){hint}") from None
 
 
 def tune_process() -> None:

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runner.config.request import Request
-from runner.distributed.environment import RankInfo
-from runner.distributed.rendezvous import JOIN_TIMEOUT_S
+from runner.distributed.environment import JOIN_TIMEOUT_S, RankInfo
 
 
 class Launcher(ABC):

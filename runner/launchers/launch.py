@@ -10,8 +10,8 @@ from runner.config.request import Request
 from runner.config.schema import Config
 from runner.config.validate import check_fit
 from runner.distributed.backend import as_backend
-from runner.distributed.environment import RankInfo
-from runner.distributed.rendezvous import JOIN_TIMEOUT_S, join
+from runner.distributed.environment import JOIN_TIMEOUT_S, RankInfo
+from runner.distributed.rendezvous import join
 from runner.distributed.world_store import RanksMissing
 from runner.errors import InputError, JobFailed, Preempted, print_messages
 from runner.jobs.task import JobTask, LaunchingTask, check_size, initial_weights_path, launches_jobs, make_task

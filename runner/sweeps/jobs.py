@@ -32,18 +32,27 @@ class Composer:
 
     master: DictConfig
     loader: ConfigLoader
+    _loaded: dict[tuple[str, ...], DictConfig] = field(default_factory=dict)
     _composed: dict[tuple[str, ...], tuple[Config, dict[str, str]]] = field(default_factory=dict)
+
+    def load(self, job: Sequence[str]) -> None:
+        """Compose the job without checking its values. Raises InputError for an unknown key or option."""
+        from runner.config.compose import explained
+
+        overrides = complete_overrides(job)
+        # Hydra's own overrides are explained too, because one of them may add a directory to the search path.
+        with explained([*self.master.hydra.overrides.hydra, *overrides]):
+            self._loaded[tuple(job)] = self.loader.load_sweep_config(self.master, overrides)
 
     def compose(self, job: Sequence[str]) -> tuple[Config, dict[str, str]]:
         """Return the checked configuration and the options of the groups. Raises InputError for an invalid value."""
-        from runner.config.compose import checked, explained
+        from runner.config.compose import checked
 
         if tuple(job) not in self._composed:
-            overrides = complete_overrides(job)
-            # Hydra's own overrides are explained too, because one of them may add a directory to the search path.
-            with explained([*self.master.hydra.overrides.hydra, *overrides]):
-                cfg = self.loader.load_sweep_config(self.master, overrides)
-            self._composed[tuple(job)] = checked(cfg, overrides), dict(cfg.hydra.runtime.choices)
+            if tuple(job) not in self._loaded:
+                self.load(job)
+            cfg = self._loaded.pop(tuple(job))
+            self._composed[tuple(job)] = checked(cfg, complete_overrides(job)), dict(cfg.hydra.runtime.choices)
         return self._composed[tuple(job)]
 
 

@@ -1,7 +1,7 @@
 """One sweep from its overrides to the table of its jobs."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hydra.core.global_hydra import GlobalHydra
@@ -27,10 +27,14 @@ STOPPED = 143  # the status of the SystemExit by which a stopped job ends Hydra'
 MAX_METRICS = 3  # columns of the table
 
 
-def run_sweep(arguments: Arguments, rank_info: RankInfo, command: Sequence[str]) -> tuple[str | None, int]:
+def run_sweep(
+    arguments: Arguments, rank_info: RankInfo, command: Sequence[str], on_composed: Callable[[], object] = int
+) -> tuple[str | None, int]:
     """Run a sweep. Return its directory (None if the jobs were only printed) and the exit status.
 
-    command: the command to record. Raises InputError if the input is wrong, and Preempted if a signal stops the sweep.
+    command: the command to record. on_composed: called once all jobs are composed and checked.
+
+    Raises InputError if the input is wrong, and Preempted if a signal stops the sweep.
     """
     hydra = GlobalHydra.instance().hydra
     assert hydra is not None
@@ -46,7 +50,7 @@ def run_sweep(arguments: Arguments, rank_info: RankInfo, command: Sequence[str])
     record = SweepRecord(list(arguments.recorded), list(arguments.config_dirs), list(command), {})
     swept_overrides = [text for text in arguments.overrides if not text.lstrip("+~").startswith(("hydra.", "hydra/"))]
     backend = typed_options(OmegaConf.to_container(base.backend, resolve=True))
-    sweep = Sweep(rank_info, arguments, record, arguments.directory, backend, swept_overrides)
+    sweep = Sweep(rank_info, arguments, record, arguments.directory, backend, swept_overrides, on_composed=on_composed)
     try:
         hydra.multirun("config", sweep, first, with_log_configuration=False)
         return None if sweep.dry_run else sweep.directory, _finish(sweep)

@@ -43,6 +43,7 @@ class Sweep:
         queues: True if the jobs are for a queue; `queued` are submitted together, or only printed if `dry_run`.
         is_new: True if this process has created the directory.
         pruners: The pruners of a study's jobs, by job number.
+        on_composed: Called once all jobs are composed and checked.
     """
 
     rank_info: RankInfo
@@ -57,6 +58,7 @@ class Sweep:
     dry_run: bool = False
     is_new: bool = False
     pruners: dict[int, TrialPruner] = field(default_factory=dict)
+    on_composed: Callable[[], object] = int
 
     def open(
         self,
@@ -75,7 +77,10 @@ class Sweep:
         with the directory on rank 0, before anything is written there; the jobs are then examples, and the sweeper
         adds its own with `add_job`.
         """
+        for job in jobs:  # an unknown key or option is refused before torch is imported for the values
+            composer.load(job)
         composed = [composer.compose(job) for job in jobs]
+        self.on_composed()
         configs = [config for config, _ in composed]
         self.queues, self.dry_run = check_launchers(composed, self.rank_info, prepare is not None)
         check(configs)

@@ -2,7 +2,7 @@
 
 import re
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -248,6 +248,32 @@ def test_help_and_cfg_do_not_import_torch(args: tuple[str, ...], commands: Comma
     assert not imported & {"torch", "torchvision", "numpy", "sklearn", "optuna", "tensorboard"}
     assert "convnet" in done.stdout.lower()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("env", [{}, {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}])
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("model=convnt", "model=convnt: no such model; did you mean convnet? ("),
+        ("optimizer.lrr=1", "optimizer.lrr=1: no such key; did you mean optimizer.lr?"),
+        ("epochs=0", "epochs=0 must be at least 1"),
+        ("-m model=toy,convnt", "model=convnt: no such model; did you mean convnet? ("),
+        ("run=nowhere task=evaluate", "run=nowhere is no directory"),
+    ],
+)
+def test_mistyped_names_are_refused_before_torch_is_imported(
+    args: str, message: str, env: Mapping[str, str], commands: Commands
+) -> None:
+    """Rank 0 of a world prints the message before it imports torch to meet the others."""
+    code = """\
+import sys
+sys.modules["torch"] = None  # so that an import fails
+from runner.cli import main
+sys.exit(main())
+"""
+    done = commands.finish(commands.start("-c", code, *args.split(), env=env))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(message) and done.stderr.count("\n") == 1
 
 
 def test_cfg_shows_what_a_run_would_use_and_refuses_what_a_run_would_refuse(commands: Commands) -> None:

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import pkgutil
+import resource
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,10 +12,20 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from runner.errors import failed_with, near_hint
+from runner.errors import InputError, failed_with, first_line, near_hint
 from runner.paths import ROOT, SHIPPED, shipped_target
 
 EXTRAS = {"torchmetrics": "metrics"}  # packages that an extra of this project installs
+
+
+def import_torch() -> None:
+    """Import torch, before the constructors that fail without it. Raise InputError if it cannot be loaded."""
+    try:
+        importlib.import_module("torch")
+    except (ImportError, MemoryError, OSError) as error:
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        hint = f"; `ulimit -v` limits this process to {limit >> 10:,} KiB, raise it" if limit >= 0 else ""
+        raise InputError(f"torch cannot be imported ({first_line(error)}){hint}") from None
 
 
 def locate(target: str) -> Any:

@@ -2,7 +2,8 @@
 
 import contextlib
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.object_type import ObjectType
@@ -77,6 +78,8 @@ class _Explanation:
                 problems[line] = problem
             else:
                 chosen[line] = override
+        if not chosen and not keys:
+            return self._lines(problems)
         # In this mode a mandatory group without a choice stays missing.
         try:
             cfg = self._loader.load_configuration("config", [*self._search_path, *chosen], RunMode.MULTIRUN)
@@ -86,6 +89,9 @@ class _Explanation:
             problems |= {line: reason for line in about[:1]}
         else:
             problems |= {line: key_problem(cfg, override, self._groups()) for line, override in keys.items()}
+        return self._lines(problems)
+
+    def _lines(self, problems: Mapping[str, str | None]) -> list[str]:
         return [f"{line}: {problem}" for line in self._overrides if (problem := problems.get(line))]
 
     def _parse(self, line: str) -> Override | None:
@@ -95,6 +101,9 @@ class _Explanation:
         return None
 
     def _options(self, group: str, kind: ObjectType = ObjectType.CONFIG) -> list[str]:
+        if not self._search_path:
+            repository: Any = self._loader.repository  # type: ignore[attr-defined]
+            return list(repository.get_group_options(group, kind))  # the loader copies the repository for each group
         # Without the name of the main file, which Hydra would read again for each group.
         return self._loader.get_group_options(group, kind, None, self._search_path)
 
