@@ -1,5 +1,6 @@
 """Signals at any moment, to any process of a command: the run is saved, and no process remains."""
 
+import contextlib
 import os
 import pty
 import re
@@ -8,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 
 import pytest
 from commands import TORCHRUN, Commands, by_age, free_port, parent_of, wait_until
@@ -61,7 +63,7 @@ WAITING = {
         _target_: mine.Waiting
         at: nowhere
         """,
-    # The import of torch waits for the same file.
+    # The import of torch, or of the fork server's modules, waits for the same file.
     "site/sitecustomize.py": """\
         import os
         import sys
@@ -70,7 +72,7 @@ WAITING = {
 
         class Waiting:
             def find_spec(name, path=None, target=None):
-                if name == "torch" and "runner.distributed.failures.signals" in sys.modules:
+                if name == os.environ["WAITS"] and "runner" in sys.modules:
                     open(f"ready-{os.environ.get('RANK', '0')}", "w").close()
                     while not os.path.exists("go"):
                         time.sleep(0.02)
@@ -111,10 +113,11 @@ def start_at(
 
     def begin(way: str, place: str, *args: str) -> "list[subprocess.Popen[str]]":
         write_files(tmp_path, WAITING)
-        env = commands.with_path(tmp_path / "site") if place == "import" else {}
+        waits = {"import": "torch", "server": "runner.launchers.preload"}.get(place)
+        env = {**commands.with_path(tmp_path / "site"), "WAITS": waits} if waits else {}
         args = (*(TINY if way == "alone" else SPREAD), *WAYS[way], f"model.at={place}", *args)
         start = commands.fork
-        if way == "torchrun" or place == "import":
+        if way == "torchrun" or waits:
             start, args = commands.start, ("-m", "runner", *args)
         if way == "torchrun":
             args = (*TORCHRUN, "--nproc-per-node=2", f"--master-port={free_port()}", *args)
@@ -123,7 +126,7 @@ def start_at(
             shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
             worlds = [{**shared, "RANK": str(rank)} for rank in range(2)]
         processes = [start(*args, env={**env, **world}) for world in worlds]
-        ranks = 1 if way == "alone" or (place == "import" and way in ("spawn", "agent")) else 2
+        ranks = 1 if way == "alone" or (waits and way in ("spawn", "agent")) else 2
         wait_until(lambda: all((tmp_path / f"ready-{rank}").exists() for rank in range(ranks)), processes[0])
         return processes
 
@@ -139,6 +142,15 @@ def ranks_of(commands: Commands, process: "subprocess.Popen[str]") -> list[int]:
     if servers:  # in the order in which they were forked
         return sorted((pid for pid in living if parents[pid] in servers), key=by_age)
     return sorted((pid for pid in living if parents[pid] == process.pid), key=lambda pid: environ[pid]["RANK"])
+
+
+def num_started(commands: Commands, process: "subprocess.Popen[str]") -> int:
+    """Return the number of processes that torchrun has started as ranks."""
+    number = 0
+    for pid in commands.living(process):
+        with contextlib.suppress(OSError):  # it has exited
+            number += "\0RANK=" in read(pid, "environ")
+    return number
 
 
 def read(pid: int, name: str) -> str:
@@ -214,6 +226,7 @@ def test_a_stopped_run_is_saved_and_resumes_to_the_same_weights(
 EARLY = [
     ("alone", "import", "TERM", "parent"),
     pytest.param("spawn", "build", "TERM", "group", marks=thorough),
+    pytest.param("spawn", "server", "TERM", "parent", marks=thorough),
     *(
         pytest.param(way, place, number, receiver, marks=soak)
         for way in ("alone", "spawn", "agent", "hand", "torchrun")
@@ -232,9 +245,11 @@ def test_a_command_stopped_before_its_run_exits_at_once_and_writes_nothing(
     way: str, place: str, number: str, receiver: str, start_at: Callable, commands: Commands, tmp_path: Path
 ) -> None:
     processes = start_at(way, place)
+    if place == "server":
+        time.sleep(0.5)  # until the command starts the first rank, which waits for the fork server
     send(signal.Signals[f"SIG{number}"], receiver, commands, processes)
     others = receiver == "rank" or len(processes) > 1 or (way == "torchrun" and number == "USR1")  # torchrun dies of it
-    if others:  # they have not received it, and continue to the rendezvous
+    if others or place == "server":  # they have not received it, and continue to the rendezvous
         (tmp_path / "go").touch()
     for process in processes:
         done = commands.finish(process)
@@ -242,6 +257,49 @@ def test_a_command_stopped_before_its_run_exits_at_once_and_writes_nothing(
             assert (done.returncode, done.stdout, done.stderr) == (143, "", "")
     wait_until(lambda: not any(commands.living(process) for process in processes))
     assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.fault("a signal at a random moment of the start", outcome="refused")
+@pytest.mark.parametrize(
+    ("way", "times"),
+    [
+        *(pytest.param(way, 2, marks=thorough) for way in ("spawn", "torchrun")),
+        *(pytest.param(way, 50, marks=soak) for way in ("spawn", "torchrun")),
+    ],
+)
+def test_a_signal_at_any_moment_of_the_start_ends_all_processes(
+    way: str,
+    times: int,
+    commands: Commands,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+) -> None:
+    """Ranks exit by themselves: torchrun would kill them after 30 s, and `finish` the command after 300 s."""
+    random, slowest_s = Random(times), 0.0
+    args = ("-m", "runner", *SMALL[:2], "model=mlp", "epochs=100000", "parallel=ddp", *WAYS[way])
+    for _ in range(times):
+        ranks = (*TORCHRUN, "--nproc-per-node=2", f"--master-port={free_port()}") if way == "torchrun" else ()
+        process = commands.start(*ranks, *args)
+        if way == "torchrun":  # whose own start is not tested
+            wait_until(lambda process=process: num_started(commands, process) == 2, process)
+        time.sleep(random.uniform(0, 8))
+        number, receiver = random.choice([signal.SIGTERM, signal.SIGINT]), random.choice(["parent", "group", "rank"])
+        if receiver == "rank" and way == "torchrun":
+            number = signal.SIGTERM
+            send(number, receiver, commands, [process])
+        else:
+            send(number, "parent" if receiver == "rank" else receiver, commands, [process])
+        sent_at = time.monotonic()
+        done = commands.finish(process)
+        wait_until(lambda process=process: commands.living(process) == [])
+        slowest_s = max(slowest_s, time.monotonic() - sent_at)
+        output = f"{number.name} to {receiver}, status {done.returncode}\n{done.stdout}{done.stderr}"
+        assert "SIGKILL" not in output and "/runner/" not in done.stderr, output  # no traceback of the runner
+        if way == "spawn":  # without a handler, Python ends with the signal itself
+            assert done.returncode in (143, 130, -number), output
+            assert done.returncode == -number or done.stderr == "", output
+    record_property("injected", times)
+    record_property("slowest_s", round(slowest_s, 1))
 
 
 @pytest.mark.thorough
