@@ -2,11 +2,14 @@
 
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+from contextlib import redirect_stderr
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -42,13 +45,17 @@ def test_rendezvous_by_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("a rank missing at the rendezvous", outcome="refused")
-def test_missing_rank_is_named_at_the_rendezvous(tmp_path: Path) -> None:
+def test_missing_rank_is_named_at_the_rendezvous(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runner.distributed.rendezvous.SILENT_S", 0.5)
     init = f"tcp://127.0.0.1:{free_port()}"
 
     def meet(rank: int, world_size: int) -> None:
         rank_info = find_rank_info(init, {"RANK": str(rank), "WORLD_SIZE": "3"})
-        with pytest.raises(InputError) as caught:
+        printed = StringIO()
+        with redirect_stderr(printed), pytest.raises(InputError) as caught:
             join(rank_info, Backend(init=init), timeout_s=2)
+        noticed = re.fullmatch(r"waiting for ranks? (1, )?2 of 3, at most 2 s\n", printed.getvalue())
+        assert bool(noticed) == (rank == 0), printed.getvalue()
         missing = "ranks [2] of 3 did not appear within launcher.join_timeout_s=2; check that every one was started"
         assert str(caught.value).startswith(missing if rank == 0 else "") and (rank == 0) == bool(caught.value.messages)
         if rank == 1:

@@ -45,6 +45,7 @@ class Model(Toy):
             for sweep in Path().glob("outputs/run/sweep-*"):
                 run_command(["stop", f"{sweep}/3"])
         if job and job != "stopped":
+            print("built", job)
             Path(f"cores-{job}-{os.getpid()}").write_text(",".join(map(str, sorted(os.sched_getaffinity(0)))))
         self.noise = random.random() + numpy.random.random()
         self.default_dtype = torch.get_default_dtype()
@@ -290,6 +291,8 @@ def test_slots_have_one_job_at_a_time_and_jobs_start_as_soon_as_slots_are_free(
     assert [job.state for job in jobs] == ["finished", "finished", "failed", "finished"]
     assert jobs[2].error == "exit status 0"
     assert [job.slots for job in jobs] == [[0], [1], [1], [0, 1]]
+    for job, name in ((jobs[0], "first"), (jobs[3], "last")):  # the terminal shows no output of a job in a slot
+        assert (job.directory / "log.txt").read_text().splitlines().count(f"built {name}") == 1
     spans = [(job.start or 0, job.end or 0) for job in jobs]
     assert sorted(spans) == spans  # the jobs started in their order
     for (first, a), (second, b) in itertools.combinations(zip(jobs, spans, strict=True), 2):
