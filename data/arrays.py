@@ -74,7 +74,7 @@ class Arrays(BatchDataset):
         array, path = self.targets.array, self.targets.path
         if array.dtype.kind == "f":
             width = array.shape[1] if array.ndim == 2 else 1
-            hint = array.ndim == 1 and could_be_classes(array)
+            hint = width == 1 and array.ndim <= 2 and could_be_classes(array)
             if array.ndim <= 2 and width != num_outputs:
                 raise ValueError(
                     f"num_outputs={num_outputs} must be {width}, the number of targets in a row of {path}; "

@@ -168,9 +168,10 @@ def _read_rows(path: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
 
 def _line_without_utf8(path: str) -> int:
     number = 1
-    with open(path, "rb") as file, suppress(UnicodeDecodeError):
+    # Latin-1 keeps each byte, and Python recognizes all line ends only in text; no byte of UTF-8 in a line is one.
+    with open(path, encoding="latin-1") as file, suppress(UnicodeDecodeError):
         for content in file:
-            content.decode()
+            content.encode("latin-1").decode()
             number += 1
     return number
 

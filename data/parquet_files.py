@@ -10,6 +10,10 @@ ENDINGS = (".parquet", ".pq", ".parq")
 MAGIC = b"PAR1"  # the first bytes of a Parquet file
 
 
+class UnreadableColumn(ValueError):
+    """A column of an intact file has missing values or an unsuitable type; the message names it."""
+
+
 def is_parquet(path: str) -> bool:
     """Return True if a file is Parquet by its ending or its content."""
     if path.lower().endswith(ENDINGS):
@@ -30,7 +34,7 @@ def read_parquet(path: str, names: Sequence[str]) -> list[np.ndarray]:
     """Return the number of each row, counted from 1, and the columns. Raise ValueError if a value is missing."""
     with _opened(path) as file:
         table = file.read(columns=list(names))
-    columns = [_values(path, name, table.column(name)) for name in names]
+        columns = [_values(path, name, table.column(name)) for name in names]
     return [np.arange(1, table.num_rows + 1), *columns]
 
 
@@ -42,11 +46,11 @@ def _values(path: str, name: str, column: Any) -> np.ndarray:
     if column.null_count:
         # Checked before to_numpy, which converts integers with nulls to floating-point values.
         row = column.is_null().index(True).as_py() + 1
-        raise ValueError(f"{path}, row {row}: {name} is missing; remove the row, or fill in the value")
+        raise UnreadableColumn(f"{path}, row {row}: {name} is missing; remove the row, or fill in the value")
     is_text = types.is_string(column.type) or types.is_large_string(column.type) or types.is_string_view(column.type)
     is_number = types.is_integer(column.type) or types.is_floating(column.type) or types.is_decimal(column.type)
     if not (is_text or is_number or types.is_boolean(column.type) or types.is_null(column.type)):
-        raise ValueError(
+        raise UnreadableColumn(
             f"{path}: {name} has the type {column.type}, but must contain numbers, booleans or text; convert it, or "
             "leave the column out"
         )
@@ -66,6 +70,8 @@ def _opened(path: str) -> Iterator[Any]:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             yield file
-    except (pyarrow.ArrowException, OSError) as error:  # ArrowInvalid is a ValueError, too
+    except UnreadableColumn:
+        raise
+    except (pyarrow.ArrowException, OSError, ValueError) as error:  # also text that is not UTF-8
         reason = " ".join(str(error).split())
         raise ValueError(f"{path} cannot be read: {reason}") from None

@@ -12,6 +12,7 @@ from .columns import Columns, read_columns, read_names
 from .paths import find_files
 from .tensors import TensorData
 
+OTHER_DELIMITERS = {"\t": r"\t", ";": ";", "|": "|", ",": ","}  # as they are typed
 TINY = 1e-12  # relative standard deviation below which a feature is constant except for rounding
 
 
@@ -49,7 +50,7 @@ class Table(TensorData):
         check_sizes(sample_shape, num_outputs)
         delimiter = "\t" if delimiter == r"\t" else delimiter  # a tab is hard to type in a shell
         if len(delimiter) != 1:
-            raise ValueError(rf"delimiter={delimiter} must be one character, or \t for a tab; try ','")
+            raise ValueError(rf"delimiter={delimiter!r} must be one character; type '\t' for a tab")
         columns = [target] if isinstance(target, str) else list(target)
         if not columns or len(set(columns)) < len(columns):
             raise ValueError(f"target={columns} must name one or more different columns")
@@ -96,7 +97,9 @@ class Table(TensorData):
     ) -> None:
         for option, wanted in (("target", targets), ("features", self.features)):
             if missing := [name for name in wanted if name not in names]:
-                raise ValueError(f"{option}={missing[0]}: the table has no such column; it has {_listed(names)}")
+                other = next((sign for sign in OTHER_DELIMITERS if len(names) == 1 and sign in names[0]), None)
+                hint = f"; try data.delimiter='{OTHER_DELIMITERS[other]}'" if other else ""
+                raise ValueError(f"{option}={missing[0]}: the table has no such column; it has {_listed(names)}{hint}")
         if both := sorted(set(targets) & set(self.features)):
             raise ValueError(f"features={self.features} must not contain the target {both[0]}; remove it")
         without = f" without {_listed(left_out)}, an index of the rows" if left_out else ""

@@ -1,5 +1,6 @@
 """Text as blocks of tokens for a language model: the characters or bytes of any files."""
 
+import codecs
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -46,7 +47,8 @@ class Text(BatchDataset):
             raise ValueError(f"sample_shape={list(sample_shape)} must be one size, the tokens of a block; try [128]")
         if unit == "bytes":
             paths = [] if files is None else find_files("files", files)
-            content = b"".join(path.read_bytes() for path in paths) if paths else _pydoc().encode()
+            contents = [path.read_bytes().removeprefix(codecs.BOM_UTF8) for path in paths]
+            content = b"".join(contents) if paths else _pydoc().encode()
             self.vocabulary, tokens = [chr(number) for number in range(256)], np.frombuffer(content, np.uint8)
         else:
             text = _pydoc() if files is None else "".join(map(_read_characters, find_files("files", files)))

@@ -125,6 +125,7 @@ def test_numbers_that_could_be_classes_and_integers_that_do_not_fit_are_reported
     inputs, targets = np.zeros((20, 2)), np.arange(20) % 2 * 1.0
     data = Arrays("train", [2], 1, **write(inputs, targets))
     assert len(data.header_lines) == 1 and data.header_lines[0].endswith("if they are classes, save them as integers")
+    assert Arrays("train", [2], 1, **write(inputs, targets[:, None])).header_lines == data.header_lines
     with pytest.raises(ValueError, match=r"^num_outputs=2 must be 1, .*=1, or save classes as integers$"):
         Arrays("train", [2], 2, **write(inputs, targets))
     assert Arrays("train", [2], 1, **write(inputs, targets / 3)).header_lines == []

@@ -272,8 +272,11 @@ def test_the_header_names_features_and_numbers_that_could_be_classes(write):
 def test_files_of_other_endings_encodings_and_delimiters(write, tmp_path):
     path = write("train.tsv", delimiter="\t")
     assert table(path, delimiter="\\t").targets.tolist() == [2, 0, 1, 0]
-    with pytest.raises(ValueError, match=r"^delimiter=;; must be one character, or \\t for a tab; try ','$"):
-        table(path, delimiter=";;")
+    for wrong in (";;", ""):  # Hydra drops a tab
+        with pytest.raises(ValueError, match=rf"^delimiter='{wrong}' must be one character; type '\\t' for a tab$"):
+            table(path, delimiter=wrong)
+    with pytest.raises(ValueError, match=r"^target=kind: the table has no such column; .*; try data.delimiter='\\t'$"):
+        table(path)
     for name in ("x.pq", "y.data"):
         Path(write("z.parquet")).rename(tmp_path / name)
         assert table(str(tmp_path / name)).targets.tolist() == [2, 0, 1, 0]
@@ -281,9 +284,17 @@ def test_files_of_other_endings_encodings_and_delimiters(write, tmp_path):
     (tmp_path / "latin.csv").write_bytes(b"width,height,kind\n" + rows.encode()[:-5] + b"\xe9\n")
     with pytest.raises(ValueError, match=r"latin\.csv, line 4001: is not UTF-8 \(.*\); convert the file to UTF-8$"):
         table(str(tmp_path / "latin.csv"))
+    (tmp_path / "latin.csv").write_bytes((tmp_path / "latin.csv").read_bytes().replace(b"\n", b"\r"))
+    with pytest.raises(ValueError, match=r"latin\.csv, line 4001: is not UTF-8"):
+        table(str(tmp_path / "latin.csv"))
     content = bytearray(Path(write("z.parquet")).read_bytes())
     content[8:40] = b"\xff" * 32  # the first page
     (tmp_path / "z.parquet").write_bytes(content)
+    with pytest.raises(ValueError, match=r"z\.parquet cannot be read: "):
+        table(str(tmp_path / "z.parquet"))
+    text = pyarrow.array([b"\xff\xfe"] * 3).cast(pyarrow.string(), safe=False)
+    bad = pyarrow.StringArray.from_buffers(3, *text.buffers()[1:])
+    pyarrow.parquet.write_table(pyarrow.table({"width": bad, "height": bad, "kind": bad}), tmp_path / "z.parquet")
     with pytest.raises(ValueError, match=r"z\.parquet cannot be read: "):
         table(str(tmp_path / "z.parquet"))
     same = pyarrow.Table.from_arrays([pyarrow.array([1])] * 3, names=["a", "a", "label"])

@@ -51,6 +51,7 @@ def test_targets_are_the_tokens_that_follow(unit, split, files):
 def test_a_byte_order_mark_is_no_character(tmp_path):
     (tmp_path / "a.txt").write_text("ab" * 100, encoding="utf-8-sig")
     assert Text("train", [8], 2, str(tmp_path / "a.txt")).vocabulary == ["a", "b"]
+    assert Text("train", [8], 256, [str(tmp_path / "a.txt")] * 2, "bytes").tokens.tolist() == [97, 98] * 180
 
 
 def test_text_refuses_invalid_options(files, tmp_path):
