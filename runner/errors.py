@@ -19,6 +19,7 @@ _STDLIB = sysconfig.get_path("stdlib")
 PACKAGE_DIRECTORIES = ("site-packages", "dist-packages")
 # Control characters, by which a text can change the terminal, and those that change the direction of writing.
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_VALUES = re.compile(r"(?<=\w)\(\[[^)]*$")  # of an array or a tensor whose other rows are on further lines
 _RUNNER = tuple(f"{Path(__file__).parents[1] / name}/" for name in ("runner", "hydra_plugins/runner"))
 
 
@@ -161,9 +162,9 @@ def failed_with(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the error's type and the first line of its message."""
+    """Return the error's type and the first line of its message, without the values of a tensor that begin there."""
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return f"{type(error).__name__}: {_VALUES.sub('(...)', lines[0])}" if lines else type(error).__name__
 
 
 @contextlib.contextmanager

@@ -14,6 +14,8 @@ from runner.input.pytree import register_types
 from runner.input.rng import TRANSFORMS, seeded
 from runner.input.source import Source
 
+MIXING = ("MixUp", "CutMix")  # transforms of torchvision that need a batch and its targets
+
 
 @dataclass(frozen=True)
 class Augmentation:
@@ -72,6 +74,12 @@ def augment(
     try:
         transformed = augmentation(sample, 0, 0)
     except Exception as error:  # of a transform
+        if mixing := [name for name, each in transforms.items() if type(each).__name__ in MIXING]:
+            target = nodes[mixing[0]]["_target_"]
+            raise InputError(
+                f"transforms.{mixing[0]}._target_={target} mixes the samples of a batch, but a transform gets a single "
+                "sample; mix them in the method `loss` of a custom objective"
+            ) from None
         raise InputError(f"{key}: the first training sample cannot be transformed{failed_with(error)}") from None
     if keeps_shapes and _shapes(transformed) != _shapes(sample):
         raise InputError(

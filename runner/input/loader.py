@@ -1,6 +1,8 @@
 """Batches of a dataset on this rank's device, step by step."""
 
+import errno
 import itertools
+import resource
 import signal
 import time
 from collections import deque
@@ -151,6 +153,11 @@ class Loader:
                     worker.join(EXIT_S)
             exited = [each for each in workers if each.exitcode is not None]
             states = [f"DataLoader worker (pid {each.pid}) {_describe_exit(each.exitcode)}" for each in exited]
+            if not states and (isinstance(error, EOFError) or getattr(error, "errno", None) == errno.EMFILE):
+                # A batch is passed by file descriptors; if the worker has none left, it closes the connection.
+                limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+                reason = f"a batch cannot be received, because the limit of open files is {limit} (ulimit -n)"
+                raise JobFailed(f"loader.num_workers: {reason}; raise it, or use fewer workers") from None
             if not states and "DataLoader timed out" not in str(error):
                 raise
             late = f"the DataLoader workers returned no batch within loader.timeout_s={self._timeout_s} s"

@@ -26,7 +26,8 @@ from runner.training.model.deferred_init import probe
 from runner.training.model.forward_state import restoring_state
 
 _NARROW = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32, torch.uint64)
-_OF_DTYPES = re.compile(r"dtype|scalar type|bool|not implemented for|Byte|Char|Short")  # in messages of torch
+# In messages of torch.
+_OF_DTYPES = re.compile(r"dtype|scalar type|bool|not implemented for|Input type|Byte|Char|Short")
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def dry_run(components: Components) -> DryRun:
     except InputError:
         raise
     except Exception as error:  # custom code can raise anything
-        raise _do_not_fit(objective, micro_batch.data, error) from None
+        raise _do_not_fit(components, micro_batch.data, error) from None
     finally:
         module.train()
     return result
@@ -93,7 +94,7 @@ def check_training(components: Components) -> bool:
         except Exception as error:  # custom code can raise anything
             if is_out_of_memory(error):
                 return False  # training reports it, and `micro_batches=auto` continues
-            errors.append(_do_not_fit(objective, data, error, "in training "))
+            errors.append(_do_not_fit(components, data, error, "in training "))
     raise errors[0] from None
 
 
@@ -115,8 +116,9 @@ def _train(model: nn.Module, choices: Mapping[str, str], objective: Objective, m
         ) from None
 
 
-def _do_not_fit(objective: Objective, batch: Any, error: Exception, when: str = "") -> InputError:
+def _do_not_fit(components: Components, batch: Any, error: Exception, when: str = "") -> InputError:
     """Return the error of components that fail for a sample."""
+    objective = components.objective
     what = "model, data and loss" if isinstance(objective, Supervised) else "model, data and objective"
     advice, text = "", str(error)
     if "process group" in text:
@@ -124,7 +126,15 @@ def _do_not_fit(objective: Objective, batch: Any, error: Exception, when: str = 
     elif _OF_DTYPES.search(text) and (narrow := [t for t in tensors(batch) if t.dtype in _NARROW]):
         found = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in narrow}))
         advice = f"; the data contain {found}: let the dataset convert indices by long(), and other numbers by float()"
+    elif _OF_DTYPES.search(text) and isinstance(objective, Supervised) and torch.int64 in _dtypes(batch[0]):
+        has_option = getattr(components.samples.source, "divisor", ...) is None  # of data=arrays
+        convert = "set data.divisor=1, or 255 for bytes" if has_option else "let the dataset convert them by float()"
+        advice = f"; the inputs are integers: {convert}"
     return InputError(f"{what} do not fit: {when}for a sample {describe(batch)} they fail{failed_with(error)}{advice}")
+
+
+def _dtypes(data: Any) -> set[torch.dtype]:
+    return {tensor.dtype for tensor in tensors(data)}
 
 
 class _SeeingGradients(TorchFunctionMode):

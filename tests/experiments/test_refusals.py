@@ -37,6 +37,8 @@ TABLE = {
     "model.kind=mapping loss=of_mapping metrics=accuracy": "metrics.accuracy: ... one tensor of outputs",
     "model.kind=square data=square": "loss.class_dim=null: ... [3, 3] ... first or last; set loss.class_dim=1 or -1",
     "loss=vector data.dtype=int16": "RuntimeError: ... the data contain int16: let the dataset convert ... long()",
+    "data=bytes model=linear": "RuntimeError: ... inputs are integers: set data.divisor=1, or 255 for bytes",
+    "data=bytes model=convnet 'data.sample_shape=[1,4,4]'": "(long int) ... integers: set data.divisor=1, or 255",
     "model.kind=one": "loss=auto: integer targets are classes, but for targets [] the model returns [1] ... loss=mse",
     # training mode
     "model.kind=auxiliary": "loss=auto fails for ... model=net_of_two in training, "

@@ -42,6 +42,11 @@ class Jitter:
         return inputs + self.by * drawn
 
 
+class Printing:
+    def __call__(self, image: Any) -> Any:
+        raise ValueError(f"cannot use {image}")
+
+
 class Failing:
     def __call__(self, inputs: Any) -> Any:
         torch.rand(3), np.random.rand(), random.random()
@@ -166,6 +171,9 @@ def test_only_training_samples_are_transformed() -> None:
         (f"{V2}.RandomCrop", {"size": [5, 5]}, r"transforms=a returns .* \[1, 5, 5\] .* \[1, 8, 8\] .*, but"),
         (f"{V2}.RandomHorizontalFlip", {"p": 2}, "transforms.a=.*`p` should be"),
         ("builtins.dict", {}, "transforms=a: the first .* with: TypeError: 'dict' object is not callable"),
+        (f"{__name__}.Printing", {}, r"transforms=a: .* with: ValueError: cannot use Image\(...\) \(at .*test_aug"),
+        (f"{V2}.MixUp", {"num_classes": 3}, r"transforms\.a\._target_=.*MixUp mixes .* batch, .* custom objective$"),
+        (f"{V2}.CutMix", {"num_classes": 3}, r"transforms\.a\._target_=.*CutMix mixes the samples of a batch"),
     ],
 )
 def test_unsuitable_transforms_are_refused(target: str, options: dict[str, Any], message: str) -> None:

@@ -1,5 +1,6 @@
 """Batches of a loader, reading ahead, and failures of workers."""
 
+import errno
 import itertools
 import multiprocessing
 import os
@@ -198,6 +199,16 @@ def test_lost_connection_to_an_exited_worker_names_the_worker() -> None:
         next(loader.steps(epoch=0))
         (worker,) = multiprocessing.active_children()
 
+        class Raising:
+            _workers = (worker,)
+
+            def __init__(self, error: Exception):
+                self._error = error
+
+            def __iter__(self) -> Iterator[None]:
+                raise self._error
+                yield
+
         class Batches:
             """As the iterator of DataLoader, if the worker exits while a tensor is received from it."""
 
@@ -208,6 +219,10 @@ def test_lost_connection_to_an_exited_worker_names_the_worker() -> None:
                 raise FileNotFoundError
                 yield
 
+        limit = "loader.num_workers: a batch cannot be received, because the limit of open files is .*; raise it"
+        for error in (EOFError(), OSError(errno.EMFILE, "Too many open files")):  # while the worker lives
+            with pytest.raises(JobFailed, match=limit):
+                list(loader._naming_workers(Raising(error)))  # type: ignore[arg-type]
         with pytest.raises(RuntimeError, match=rf"DataLoader worker \(pid {worker.pid}\) is killed by signal"):
             list(loader._naming_workers(Batches()))  # type: ignore[arg-type]
     finally:
