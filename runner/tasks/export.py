@@ -170,6 +170,8 @@ def _write_program(
         found = [difference(run(each), tensors(each.run(model))) for each in examples]
     except Exception as error:
         # Each part of a tracer or backend raises other exceptions for unsupported models.
+        if known := _known_reason(error):
+            raise InputError(f"export.format={kind}: {known}") from None
         reason = f"export.format={kind}: the export of the model failed{failed_with(error)}"
         if kind == "onnx" and precision == "fp64":
             raise InputError(f"{reason}; onnxruntime lacks float64 operators: try precision=fp32") from None
@@ -184,6 +186,18 @@ def _write_program(
             f"{largest:.3g} of the largest output; no file was kept"
         )
     return batch, largest
+
+
+def _known_reason(error: Exception) -> str | None:
+    """Return what a message of torch.export means that explains torch's internals; None for any other message."""
+    if found := re.search(r"Found <class '([\w.]+)'> in output", str(error)):
+        return (
+            f"forward returns a {found[1].rpartition('.')[2]}, but a program returns only tensors, also in lists and "
+            "dicts; change forward, for a model of transformers by config.use_cache=false"
+        )
+    if found := re.search(r"Guard failed: (.*)", str(error)):
+        return f"the model works only for the sizes of its first samples ({found[1]}); try export.format=safetensors"
+    return None
 
 
 def _facts(request: Request, trained: Trained) -> dict[str, Any]:
@@ -298,6 +312,8 @@ def trace(model: nn.Module, example: Example, any_batch: bool) -> torch.export.E
             other = dict.fromkeys(range(1, tensor.dim()), torch.export.Dim.AUTO) if example.ragged else {}
             if tensor.dim() and len(tensor) == example.num_samples:
                 collection[tensor] = {0: batch, **other}
+            elif tensor.dim():  # such as the nodes of graphs
+                collection[tensor] = {0: torch.export.Dim.AUTO, **other}
         shapes = collection.dynamic_shapes(model, example.args, example.kwargs)
     with torch.no_grad(), _quietly():
         return torch.export.export(model, example.args, example.kwargs, dynamic_shapes=shapes)

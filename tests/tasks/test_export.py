@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,11 +16,12 @@ import torch
 import yaml
 from commands import Commands
 from runner.shipped.data.digits import Digits
+from torch import nn
 from worlds import Run, run
 
 from runner.checkpoints.saved_state import open_checkpoint
 from runner.paths import ROOT
-from runner.tasks.export import SUFFIXES
+from runner.tasks.export import SUFFIXES, Example, _known_reason, trace
 
 OWN = Path(__file__).parents[1] / "parallel" / "own"
 HEADS = (f"--config-dir={OWN}", "data=figures", "model=two_heads", "loss=both_heads", "batch_size=20")
@@ -67,6 +69,41 @@ def test_a_program_accepts_the_inputs_of_the_model(
         assert kind_of.shape == (7, 3)
     else:
         assert torch.export.load(file).module()(points=points, scale=scale)["kind"].shape == (7, 3)
+
+
+class Graphs(nn.Module):
+    """The sums of the nodes of each graph."""
+
+    def forward(self, nodes: torch.Tensor, graph: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(size.size(0), nodes.size(1)).index_add(0, graph, nodes) / size[:, None]
+
+
+def test_a_program_of_graphs_accepts_any_number_of_nodes() -> None:
+    sizes = torch.tensor([4, 2, 3, 13])
+    nodes, graph = torch.randn(22, 3), torch.arange(4).repeat_interleave(sizes)
+    program = trace(Graphs(), Example((nodes, graph, sizes.float()), {}, 4, ragged=True), any_batch=True)
+    single = torch.randn(5, 3), torch.zeros(5, dtype=torch.int64), torch.tensor([5.0])
+    assert torch.allclose(program.module()(*single), single[0].mean(0, keepdim=True))
+
+
+class Cache:
+    """An object that torch.export does not know, as transformers.cache_utils.DynamicCache."""
+
+
+class Caching(nn.Module):
+    def forward(self, inputs: torch.Tensor) -> Any:
+        return {"outputs": inputs, "cache": Cache()}
+
+
+def test_errors_that_explain_the_internals_of_torch_become_one_line() -> None:
+    with pytest.raises(Exception, match="functorch") as raised:
+        trace(Caching(), Example((torch.zeros(2, 3),), {}, 2, ragged=False), any_batch=False)
+    assert str(_known_reason(raised.value)).startswith("forward returns a Cache, but a program returns only tensors")
+    fixed = torch.export.export(nn.Linear(3, 2), (torch.zeros(22, 3),)).module()
+    with pytest.raises(Exception, match="Guard failed") as raised:
+        fixed(torch.zeros(5, 3))
+    assert "sizes of its first samples (" in str(_known_reason(raised.value))
+    assert "\n" not in str(_known_reason(raised.value))
 
 
 def test_a_shared_tensor_is_stored_once(here: Callable[..., int], tmp_path: Path) -> None:

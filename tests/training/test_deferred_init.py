@@ -1,5 +1,6 @@
 """A model built on the meta device gets, part by part, the weights that its constructor would have drawn."""
 
+import logging
 from collections.abc import Callable
 
 import pytest
@@ -145,3 +146,25 @@ def compare_other_tensors(rank: int, world_size: int) -> None:
     assert not model.halves[0].any()  # still a view
     deferred.materialize([model], CPU)
     assert torch.equal(model.weight, expected.weight)
+
+
+class Reporting(nn.Linear):
+    """Logs its calls; with `reads`, the first one fails, because a tensor on the meta device has no values."""
+
+    calls = 0
+
+    def __init__(self, reads: bool):
+        super().__init__(2, 2)
+        Reporting.calls += 1
+        logging.getLogger("transformers").warning("call %d", Reporting.calls)
+        if reads:
+            self.weight.detach().numpy()
+
+
+@pytest.mark.parametrize(("reads", "logged"), [(False, ["call 1"]), (True, ["call 2"])])
+def test_the_log_of_a_constructor_that_is_called_again_appears_once(
+    reads: bool, logged: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Reporting, "calls", 0)
+    built = build_deferred("mine", lambda: Reporting(reads))
+    assert (built.deferred is None) == reads and caplog.messages == logged

@@ -1,8 +1,11 @@
 """Deferred initialization: a model is built on the meta device, and each submodule is initialized later."""
 
-from collections.abc import Callable, Iterable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
+from threading import get_ident
 from typing import Any, TypeVar
 
 import torch
@@ -196,17 +199,41 @@ def build_deferred(name: str, make: Callable[[], nn.Module]) -> BuiltModel:
         return BuiltModel(make(), warnings=[warning])
 
     deferred.build_normally = build_normally
+    records: list[tuple[logging.Logger, logging.LogRecord]] = []
     try:
-        with _Mask(), deferred:
+        with _Mask(), _holding_log(records), deferred:
             module = make()
         if deferred.error is None:
             deferred.record_names(module)
             deferred.create_attributes(module)
+            for logger, record in records:
+                logger.handle(record)
             return BuiltModel(module, deferred)
         error = deferred.error
     except Exception as raised:  # the model's own errors are raised again below
         error = raised
     return build_normally(error)
+
+
+@contextmanager
+def _holding_log(records: list[tuple[logging.Logger, logging.LogRecord]]) -> Iterator[None]:
+    """Collect what this thread logs: a constructor that fails on the meta device is called and logs again.
+
+    It may also report weights as missing from a file that has them.
+    """
+    handle, thread = logging.Logger.handle, get_ident()
+
+    def hold(logger: logging.Logger, record: logging.LogRecord) -> None:
+        if record.thread == thread:
+            records.append((logger, record))
+        else:
+            handle(logger, record)
+
+    logging.Logger.handle = hold  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        logging.Logger.handle = handle  # type: ignore[method-assign]
 
 
 class UninitializedTensor(Exception):
