@@ -1,0 +1,75 @@
+"""torch.compile executes what its cache contains, so that another user must not be able to write there."""
+
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from runner.jobs import compile_cache
+from runner.jobs.compile_cache import check_compile_caches
+
+SMALL = ("model=linear", "data=random", "logger=none", "threads=1", "max_steps=1")
+ME = os.geteuid()
+pytestmark = pytest.mark.fault("a compile cache of another user", outcome="refused")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return torch's default directory, which does not exist yet, in a TMPDIR that all users share."""
+    shared = tmp_path / "tmp"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    monkeypatch.setattr("tempfile.tempdir", str(shared))
+    monkeypatch.setenv("LOGNAME", "victim")
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    return shared / "torchinductor_victim"
+
+
+def test_only_this_user_can_write_to_the_cache(cache: Path) -> None:
+    assert check_compile_caches() == check_compile_caches() == []
+    assert cache.stat().st_uid == ME and not cache.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+@pytest.mark.skipif(ME != 0, reason="only root can create files of another user")
+@pytest.mark.parametrize("place", ["default", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "link"])
+def test_a_cache_of_another_user_is_refused(
+    place: str,
+    cache: Path,
+    here: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    theirs = cache if place == "default" else cache.with_name("theirs")
+    theirs.mkdir()
+    os.chown(theirs, 4321, 4321)
+    if place == "link":
+        cache.symlink_to(theirs)
+    elif place != "default":
+        monkeypatch.setenv(place, str(theirs))
+    assert here(*SMALL, "compile=true") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    name = place if place.isupper() else "TMPDIR"
+    assert line.startswith(f"compile=true: {cache if place == 'link' else theirs} ")
+    assert "another user" in line and line.endswith(f"; set {name} to a directory of yours")
+    assert not Path("outputs").exists()
+    assert here(*SMALL) == 0  # nothing is compiled
+
+
+@pytest.mark.parametrize("writable", ["cache", "parent"])
+def test_a_cache_that_other_users_can_change_is_refused(writable: str, cache: Path) -> None:
+    cache.mkdir()
+    (cache if writable == "cache" else cache.parent).chmod(0o777)
+    (message,) = check_compile_caches()
+    assert message.startswith(f"compile=true: {cache} can be changed by other users")
+
+
+def test_a_cache_that_cannot_be_created_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.write_text("")
+    (message,) = check_compile_caches()
+    assert "cannot be created (File exists)" in message
+    monkeypatch.setattr(compile_cache, "TRUSTED", (ME + 1,))
+    cache.unlink()
+    assert "belongs to another user" in check_compile_caches()[0]
