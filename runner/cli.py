@@ -22,7 +22,7 @@ from runner.config.diagnostics.import_target import import_torch
 from runner.config.help.topics import render_help
 from runner.config.resume import Arguments
 from runner.distributed.environment import RankInfo, find_rank_info
-from runner.errors import InputError, Preempted, describe_full_disk, print_messages
+from runner.errors import InputError, Preempted, describe_system_error, print_messages
 from runner.jobs.process_tuning import tune_process
 from runner.paths import CONF
 
@@ -65,8 +65,8 @@ def main() -> int:
         return INTERRUPTED
     except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         return FINISHED
-    except OSError as error:
-        if (message := describe_full_disk(error)) is None:
+    except (OSError, RuntimeError) as error:
+        if (message := describe_system_error(error)) is None:
             raise
         print_messages([message])
         return FAILED

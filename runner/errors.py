@@ -18,6 +18,23 @@ _STDLIB = sysconfig.get_path("stdlib")
 # By name, because an environment may also import the packages of another one (venv --system-site-packages).
 PACKAGE_DIRECTORIES = ("site-packages", "dist-packages")
 # Control characters, by which a text can change the terminal, and those that change the direction of writing.
+# What to do about errors of the system, by errno.
+_FIXES = {
+    errno.ENOSPC: "free disk space",
+    errno.EDQUOT: "free disk space",
+    errno.EFBIG: "raise the limit of file sizes (ulimit -f)",
+    errno.EROFS: "make the file system writable",
+    errno.EIO: "check the disk or its server (dmesg)",
+    errno.ESTALE: "check the file server",
+    errno.EACCES: "correct the permissions",
+    errno.EPERM: "correct the permissions",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "close files of other processes",
+    errno.EAGAIN: "raise the limit of processes (ulimit -u, or pids.max of the cgroup)",
+    errno.ENOMEM: "free memory",
+}
+_NO_THREAD = ("can't start new thread", os.strerror(errno.EAGAIN))  # of Python, and of C++ in torch
+_WHILE_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _VALUES = re.compile(r"(?<=\w)\(\[[^)]*$")  # of an array or a tensor whose other rows are on further lines
 _RUNNER = tuple(f"{Path(__file__).parents[1] / name}/" for name in ("runner", "hydra_plugins/runner"))
@@ -137,13 +154,30 @@ def calling_line() -> str:
     return next(iter(own + of_models), "torch")
 
 
-def describe_full_disk(error: BaseException) -> str | None:
-    """Return one line about an error of a full disk or an exhausted quota; None for any other error."""
-    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+def describe_system_error(error: BaseException) -> str | None:
+    """Return one line about an error whose cause is the machine or one of its limits; None for any other error."""
+    if isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_THREAD):
+        error = OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    if not isinstance(error, OSError) or error.errno not in _FIXES:
         return None
-    return (
-        f"{error.filename or 'a file'} could not be written: {error.strerror}; free disk space and repeat the command"
-    )
+    if error.errno == errno.EAGAIN:
+        problem = f"a process or thread could not be started: {error.strerror}"
+    else:
+        action = "written" if error.errno in _WHILE_WRITING else "used"
+        problem = f"{error.filename or 'a file'} could not be {action}: {error.strerror}"
+    return f"{problem}; {_FIXES[error.errno]} and repeat the command"
+
+
+@contextlib.contextmanager
+def exiting_on_system_errors(status: int = 1) -> Iterator[None]:
+    """Print one line about an error that `describe_system_error` describes, and exit with `status`."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        if (message := describe_system_error(error)) is None:
+            raise
+        print_messages([message])
+        raise SystemExit(status) from None
 
 
 def is_user_code(file: str) -> bool:

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -153,8 +154,11 @@ class Run:
 
     def _checkpoint(self, name: str | None) -> Path:
         directory = self.path / CHECKPOINTS
+        if name is None:
+            with suppress(ValueError):
+                return find_checkpoint(directory, BEST)
         with as_input_error(f"checkpoint={name or LAST}: "):
-            return find_checkpoint(directory, name or (BEST if (directory / BEST).exists() else LAST))
+            return find_checkpoint(directory, name or LAST)
 
 
 def open_run(path: str | Path, trust: bool = False) -> Run:

@@ -3,18 +3,21 @@
 import hashlib
 import json
 import logging
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
-from runner.records.run_files import parse_metrics, regular
+from runner.records.run_files import parse_metrics, without_links
+from runner.records.run_record import DONE, find_run
 
 log = logging.getLogger(__name__)
 
 MANIFEST, FACTS, PROGRESS = "manifest.json", "state.json", "progress.json"
-LAST, BEST = "last", "best"  # links next to the checkpoints, each to one of them
+LAST, BEST = "last", "best"  # names of checkpoints, and links next to them, for people
 STEP = re.compile(r"step_(\d+)")
 FORMAT = 2
 _FILE = re.compile(r"[A-Za-z0-9_]+\.(safetensors|json)")
@@ -60,14 +63,35 @@ def find_checkpoint(directory: Path, name: str) -> Path:
     paths = list_checkpoints(directory)
     if name == LAST and paths:
         return paths[-1]
-    found = (directory / name).resolve()
-    if found in [path.resolve() for path in paths]:
-        return found
+    best = best_steps(directory.parent) if name == BEST and paths else []
+    names = [f"step_{step}" for step in best] if name == BEST else [name]
+    if found := [path for each in names for path in paths if path.name == each]:
+        return found[0]
     if not paths:
         raise ValueError(f"{directory.parent} has no checkpoint yet")
     existing = ", ".join(path.name for path in paths)
-    reason = ": none is kept with checkpoint.keep_best=0, or before the first evaluation" if name == BEST else ""
+    reason = ""
+    if name == BEST and best:
+        reason = f": the record of the run names {names[0]}, which is missing"
+    elif name == BEST:
+        reason = ": none is kept with checkpoint.keep_best=0, or before the first evaluation"
     raise ValueError(f"{directory.parent} has no checkpoint {name}, only {existing}{reason}")
+
+
+def best_steps(run: Path) -> list[int]:
+    """Return the step whose checkpoint is the best one of a run; for an unfinished run several, the best first.
+
+    The record of the run decides, and not the link `best`: a tool that copies run directories may skip links, or follow
+    them. An unfinished run may not have recorded its best checkpoint, so its evaluations are compared.
+    """
+    record = find_run(run)
+    if record.state in DONE:
+        step = (record.best or {}).get("step")
+        return [step] if type(step) is int else []
+    monitor = record.standing.monitor
+    if monitor is None or record.value("checkpoint.keep_best") == "0":
+        return []
+    return monitor.best(record.curves(monitor.name)[monitor.name])
 
 
 def choose_checkpoint(
@@ -82,6 +106,7 @@ def choose_checkpoint(
     checkpoint is damaged or none is undamaged, because a run must not silently start again from step 0.
     By default, `paths` is the result of `candidates` and `check` is `verify`; `open_on_all_ranks` replaces both.
     """
+    problems = list[str]()
     for path in candidates(directory, name) if paths is None else paths:
         try:
             (check or verify)(path)
@@ -89,9 +114,10 @@ def choose_checkpoint(
             if name != LAST:
                 raise
             log.warning("%s; trying the previous one", error)
+            problems.append(f": {error}")
             continue
         return path
-    raise ValueError(f"{directory} has no undamaged checkpoint")
+    raise ValueError(f"{directory} has no undamaged checkpoint{''.join(problems[:1])}")
 
 
 def candidates(directory: Path, name: str) -> list[Path]:
@@ -149,6 +175,7 @@ def verify(path: Path, part: int = 0, num_parts: int = 1, shards: bool = True) -
     Neither torch nor the file system detects a flipped bit. Of the large files, only one part is hashed, because that
     takes as long as reading them, and none without `shards`. The sizes of all files are compared.
     """
+    check_regular(path)
     files = read_manifest(path)
     large = sorted(name for name in files if not name.endswith(".json"))
     skipped = {*large} - {*large[part::num_parts]} if shards else {*large}
@@ -162,9 +189,18 @@ def verify(path: Path, part: int = 0, num_parts: int = 1, shards: bool = True) -
         raise ValueError(f"{path} cannot be read ({error}); the checkpoint is damaged") from None
 
 
+def check_regular(path: Path) -> None:
+    """Raise ValueError, which names the entry, if a checkpoint contains anything else than regular files."""
+    with suppress(FileNotFoundError), os.scandir(path) as entries:
+        for entry in entries:
+            if not entry.is_file(follow_symlinks=False):
+                reason = "it is a link or another special file, which no run has written"
+                raise ValueError(f"{entry.path} is not what was saved: {reason}; the checkpoint is damaged")
+
+
 def _matches(path: Path, record: FileRecord, is_hashed: bool) -> bool:
     try:
-        with open(path, "rb", opener=regular) as file:
+        with open(path, "rb", opener=without_links) as file:
             if path.stat().st_size != record["size"]:
                 return False
             return not is_hashed or hashlib.file_digest(file, "sha256").hexdigest() == record["sha256"]
@@ -180,5 +216,5 @@ def _read_mapping(path: Path) -> dict[str, Any]:
 
 
 def _read_text(path: Path) -> str:
-    with open(path, opener=regular) as file:
+    with open(path, opener=without_links) as file:
         return file.read()

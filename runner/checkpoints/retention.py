@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from runner.checkpoints.layout import BEST, list_checkpoints, step_of
@@ -11,16 +12,20 @@ PARTIAL, DELETING = ".tmp", ".deleting"  # suffixes of directories that are not 
 
 
 def set_link(directory: Path, name: str, path: Path | None) -> None:
-    """Atomically set the link directory/name to a checkpoint, or remove the link if `path` is None."""
-    link = directory / name
-    if path is None:
-        link.unlink(missing_ok=True)
-    elif not link.is_symlink() or os.readlink(link) != path.name:
-        new = directory / f"{name}.tmp"
-        new.unlink(missing_ok=True)
-        new.symlink_to(path.name)  # relative, so that a run directory can be moved
-        new.replace(link)
-    flush(directory)
+    """Set the link directory/name to a checkpoint, or remove the link if `path` is None.
+
+    Only people need the link. So an error is ignored, as of a file system without links, and a copy of a checkpoint in
+    place of the link, as tools that follow links create it, is removed.
+    """
+    link, new = directory / name, directory / f"{name}.tmp"
+    with suppress(OSError):
+        if path is None or not link.is_symlink():
+            _delete(link)
+        if path is not None and not (link.is_symlink() and os.readlink(link) == path.name):
+            _delete(new)
+            new.symlink_to(path.name)  # relative, so that a run directory can be moved
+            new.replace(link)
+        flush(directory)
 
 
 def retain(
@@ -60,8 +65,8 @@ def remove_leftovers(directory: Path, keep: Path | None = None) -> None:
 
 
 def _delete(path: Path, ignore_errors: bool = True) -> None:
-    """Delete a directory, or a link that a user has put in its place, but never the files to which a link refers."""
-    if path.is_symlink():
+    """Delete a directory, or a file or link in its place, but never the files to which a link refers."""
+    if path.is_symlink() or path.is_file():
         path.unlink()
     else:
         shutil.rmtree(path, ignore_errors)

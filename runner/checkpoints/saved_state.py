@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from runner.checkpoints.layout import candidates, choose_checkpoint, read_facts, read_manifest, verify
 from runner.checkpoints.shard_file import LocalChunk, SavedTensor, open_shards
 from runner.distributed.world import World
+from runner.errors import as_input_error
 
 MODEL, AVERAGE = "model.", "average."  # prefixes of the names of weights, and of their averages
 EXTRA_STATE = "_extra_state"  # the last part of the name of a module's extra state in a state dict
@@ -125,7 +126,10 @@ def open_checkpoint(path: Path) -> SavedState:
 
 
 def open_on_all_ranks(directory: Path, name: str, world: World) -> SavedState:
-    """Open the checkpoint that `choose_checkpoint` selects; each rank hashes a part. All ranks must call it."""
+    """Open the checkpoint that `choose_checkpoint` selects; each rank hashes a part. All ranks must call it.
+
+    Raise InputError if it is damaged.
+    """
 
     def check(path: Path) -> None:
         messages: list[str] = []
@@ -138,7 +142,8 @@ def open_on_all_ranks(directory: Path, name: str, world: World) -> SavedState:
 
     listed = world.consensus.broadcast("checkpoints", lambda: [str(path) for path in candidates(directory, name)])
     paths = [Path(path) for path in listed]
-    return SavedState.open(choose_checkpoint(directory, name, paths, check))
+    with as_input_error():
+        return SavedState.open(choose_checkpoint(directory, name, paths, check))
 
 
 def read_weights(

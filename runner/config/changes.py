@@ -1,18 +1,29 @@
 """Comparison of the configuration that a run recorded with the current one: what changed, and if the run can resume."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from runner.checkpoints import layout
 from runner.config.diagnostics.import_target import locate
 from runner.config.diagnostics.type_hints import show
-from runner.config.schema import FIXED_ON_RESUME, FREE_ON_RESUME, SECTIONS, Config, apply_debug, as_config
-from runner.errors import InputError
+from runner.config.schema import (
+    FIXED_ON_RESUME,
+    FREE_ON_RESUME,
+    GROUPS,
+    KEYS,
+    NAMED_GROUPS,
+    SECTIONS,
+    Config,
+    apply_debug,
+    as_config,
+)
+from runner.errors import InputError, as_input_error
 from runner.records.attempts import initial_values
 from runner.records.custom_code import read_code
 from runner.records.frozen_code import find_frozen
@@ -21,7 +32,7 @@ from runner.records.run_files import read_mapping
 from runner.records.run_record import DONE, find_run
 from runner.records.settings import CONFIG, dotted
 
-_TARGET = "._target_"
+TARGET = "_target_"
 _FORCE = "keep that, or add resume_force=true"
 
 Changes = dict[str, list[Any]]  # by dotted key, the value before and now
@@ -31,9 +42,25 @@ def read_config(run: Path) -> Config:
     """Return the resolved configuration of a run, with defaults. Raise InputError if it is missing or damaged."""
     if not (run / CONFIG).is_file():
         raise InputError(f"{run} is no run directory: it has no {CONFIG}; name one under outputs/")
-    container = read_mapping(run / CONFIG)
-    if wrong := [key for key in SECTIONS if not isinstance(container.get(key, {}), dict)]:
-        raise InputError(f"{run / CONFIG}: {wrong[0]} is not a mapping, so no run has written it; restore the file")
+    found = read_mapping(run / CONFIG)
+    container = {key: found[key] for key in KEYS if key in found}
+    wrong = [
+        f"{key} is not a mapping" for key in (*NAMED_GROUPS, *SECTIONS) if not isinstance(found.get(key, {}), dict)
+    ]
+    for key in GROUPS:
+        if not isinstance(node := found.get(key), dict) or not isinstance(node.get(TARGET), str):
+            wrong.append(f"{key} is not a mapping with a {TARGET}")
+    if not wrong:
+        groups = container["optimizer"].get("groups") or []
+        if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+            wrong.append("optimizer.groups is not a list of mappings")
+    try:
+        if not wrong:
+            OmegaConf.merge(Config, container)  # checks the types
+    except OmegaConfBaseException as error:
+        wrong.append(" ".join(str(error).split()))
+    if wrong:
+        raise InputError(f"{run / CONFIG}: {wrong[0]}, so no run has written it; restore the file")
     return as_config(container)
 
 
@@ -55,11 +82,11 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
     groups = {key.partition(".")[0] for key in before}
     keys = [key for key in dict.fromkeys((*before, *now)) if key.partition(".")[0] in groups]
     found = {key: [None if values.get(key) == {} else values.get(key) for values in (before, now)] for key in keys}
-    found = {key: values for key, values in found.items() if json.dumps(values[0]) != json.dumps(values[1])}
+    found = {key: values for key, values in found.items() if _text(values[0]) != _text(values[1])}
     classes = {
-        key.removesuffix(_TARGET): [str(value).rpartition(".")[2] for value in values]
+        key.removesuffix(f".{TARGET}"): [str(value).rpartition(".")[2] for value in values]
         for key, values in found.items()
-        if key.endswith(_TARGET)
+        if key.endswith(f".{TARGET}")
     }
     return classes | {key: values for key, values in found.items() if not _is_under(key, tuple(classes))}
 
@@ -69,10 +96,10 @@ def check_resumable(config: Config, choices: Mapping[str, str | None]) -> list[s
     try:
         if config.resume:
             return _check_resumed(Path(config.resume), config, choices)
-        if config.fork and locate(config.task["_target_"]).trains:
+        if config.fork and locate(config.task[TARGET]).trains:
             run = Path(config.fork)
             return _check_checkpoint("fork", run, config.checkpoint.load) or _check_resumed(run, config, choices)
-        if config.run and locate(config.task["_target_"]).reads_checkpoint:
+        if config.run and locate(config.task[TARGET]).reads_checkpoint:
             return _check_checkpoint("run", Path(config.run), config.checkpoint.load)
     except InputError as error:
         return error.messages
@@ -82,13 +109,17 @@ def check_resumable(config: Config, choices: Mapping[str, str | None]) -> list[s
 
 
 def _check_checkpoint(key: str, run: Path, name: str) -> list[str]:
-    if not layout.list_checkpoints(run / CHECKPOINTS):
+    directory = run / CHECKPOINTS
+    if not layout.list_checkpoints(directory):
         return [f"{key}={run} has no checkpoint yet; train it first, without {key}="]
+    if name not in (layout.LAST, layout.BEST) and not layout.STEP.fullmatch(name):
+        return []  # validate.py reports it
     try:
-        if name in (layout.LAST, layout.BEST) or layout.STEP.fullmatch(name):  # validate.py reports other names
-            layout.find_checkpoint(run / CHECKPOINTS, name)
+        paths = layout.candidates(directory, name)
     except ValueError as error:
         return [f"checkpoint={name}: {error}"]
+    with as_input_error(f"{key}={run}: "):
+        _first_valid(paths)
     return []
 
 
@@ -146,10 +177,10 @@ def _check_fixed(run: Path, config: Config, choices: Mapping[str, str | None]) -
     refused = {
         key: values
         for key, values in found.items()
-        if _is_under(key, FIXED_ON_RESUME) or f"{key}{_TARGET}" in FIXED_ON_RESUME
+        if _is_under(key, FIXED_ON_RESUME) or f"{key}.{TARGET}" in FIXED_ON_RESUME
     }
     patterns = [
-        [" ".join(str(group[key]) for key in ("match", "_target_") if key in group) for group in groups or ()]
+        [" ".join(str(group[key]) for key in ("match", TARGET) if key in group) for group in groups or ()]
         for groups in (each.optimizer.get("groups") for each in (before, config))
     ]
     if "optimizer" not in found and patterns[0] != patterns[1]:
@@ -175,22 +206,34 @@ def _check_restart(run: Path) -> list[str]:
 
 def _newest_state(run: Path) -> layout.TrainState | None:
     """Return the state of the newest valid checkpoint; None without checkpoints. Raise InputError if none is valid."""
-    problem = ""
-    for path in reversed(layout.list_checkpoints(run / CHECKPOINTS)):
+    paths = layout.list_checkpoints(run / CHECKPOINTS)
+    try:
+        return layout.read_train_state(_first_valid(paths[::-1])) if paths else None
+    except ValueError as error:
+        raise InputError(f"resume={run} has no valid checkpoint: {error}") from None
+
+
+def _first_valid(paths: Sequence[Path]) -> Path:
+    """Return the first valid checkpoint. Raise the ValueError of the first one if none is valid."""
+    problems = list[ValueError]()
+    for path in paths:
         try:
             layout.verify(path, shards=False)  # the hashes of the shards are compared when they are loaded
-            return layout.read_train_state(path)
         except ValueError as error:
-            problem = problem or str(error)
-    if problem:
-        raise InputError(f"resume={run} has no valid checkpoint: {problem}")
-    return None
+            problems.append(error)
+        else:
+            return path
+    raise problems[0]
 
 
 def _relevant(config: Config) -> dict[str, Any]:
     """Return the values that may matter, by dotted key."""
     values = {key: value for key, value in asdict(config).items() if value != MISSING}
     return {key: value for key, value in dotted(values).items() if not _is_under(key, FREE_ON_RESUME)}
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, default=str)  # YAML has more types than JSON
 
 
 def _is_under(key: str, names: tuple[str, ...]) -> bool:

@@ -8,16 +8,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runner.checkpoints.layout import TrainState, choose_checkpoint, list_checkpoints, step_of
+from runner.checkpoints.layout import (
+    MANIFEST,
+    TrainState,
+    check_regular,
+    choose_checkpoint,
+    list_checkpoints,
+    read_manifest,
+    step_of,
+)
 from runner.config.changes import changed_since
 from runner.config.request import Request
 from runner.distributed.world import World
-from runner.errors import InputError, as_input_error
+from runner.errors import InputError, as_input_error, describe_system_error
 from runner.input.stream import UNKNOWN_LENGTH
 from runner.records.loggers.dashboard import read_ids
 from runner.records.monitor import Monitor
 from runner.records.run_directory import CHECKPOINTS, RunDirectory, new_directory
-from runner.records.run_files import METRICS, check_links, read_mapping, read_metrics
+from runner.records.run_files import METRICS, check_links, copy_file, read_mapping, read_metrics
 from runner.records.run_lock import DEAD_AFTER_S
 from runner.records.run_record import RESULT
 from runner.records.settings import CONFIG, OVERRIDES
@@ -57,25 +65,25 @@ def check_directory(directory: str | None, experiment: Experiment | None, resume
 
 
 def copy_start(checkpoint: Path, directory: Path) -> None:
-    """Copy a checkpoint, and the metrics of its run, into the directory of a new run, which continues from there.
+    """Copy a verified checkpoint, and the metrics of its run, into the directory of a new run, which continues there.
 
-    If the file system permits, the files of the checkpoint are hard links, because these files never change.
+    If the file system permits, the files of the checkpoint are hard links, because these files never change. Only the
+    files that its manifest lists are copied.
     """
-
-    def link(source: str, target: str) -> None:
-        try:
-            os.link(source, target)
-        except OSError:
-            shutil.copy2(source, target)
-
     partial = directory / CHECKPOINTS / f"{checkpoint.name}.fork"
     shutil.rmtree(partial, ignore_errors=True)  # left by a job that was killed while it copied
-    shutil.copytree(checkpoint, partial, copy_function=link)
+    partial.mkdir(parents=True)
+    check_regular(checkpoint)
+    for name in (MANIFEST, *read_manifest(checkpoint)):
+        try:
+            os.link(checkpoint / name, partial / name)
+        except OSError:
+            copy_file(checkpoint / name, partial / name)
     if not (directory / CHECKPOINTS / checkpoint.name).exists():
         partial.rename(directory / CHECKPOINTS / checkpoint.name)
     shutil.rmtree(partial, ignore_errors=True)
     with suppress(FileNotFoundError):
-        shutil.copy2(checkpoint.parent.parent / METRICS, directory / METRICS)
+        copy_file(checkpoint.parent.parent / METRICS, directory / METRICS)
 
 
 def agree_on_directory(request: Request, world: World) -> Path:
@@ -122,13 +130,16 @@ def locked(directory: RunDirectory, request: Request, world: World) -> Iterator[
         changed: dict[str, list[Any]] = {}
         with suppress(InputError):  # an earlier attempt left a damaged file, which is replaced
             changed = changed_since(directory.path, request.config) if (directory.path / CONFIG).exists() else {}
-        directory.lock(
-            number,
-            hosts=world.local_ranks.hosts(),
-            world_size=world.world_size,
-            parallel=request.command.choices["parallel"],
-            changed=changed,
-        )
+        try:
+            directory.lock(
+                number,
+                hosts=world.local_ranks.hosts(),
+                world_size=world.world_size,
+                parallel=request.command.choices["parallel"],
+                changed=changed,
+            )
+        except (OSError, RuntimeError) as error:
+            raise InputError(describe_system_error(error) or f"{directory.path} cannot be locked: {error}") from None
         return str(directory.attempt.number)
 
     timeout_s = world.consensus.timeout_s

@@ -3,7 +3,7 @@
 import logging
 import socket
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -23,12 +23,13 @@ from runner.errors import (
     InputError,
     JobFailed,
     Preempted,
-    describe_full_disk,
+    describe_system_error,
     is_out_of_memory,
     print_messages,
     user_line,
 )
 from runner.input.sampler import count_steps
+from runner.jobs.compile_cache import check_compile_caches
 from runner.jobs.continuation import agree_on_directory, check_directory, count_samples, locked
 from runner.jobs.micro_batches import (
     RAN_OUT,
@@ -150,9 +151,7 @@ def _run(request: Request, world: World, may_double: bool | None) -> dict[str, f
             if may_double and experiment is not None and end.state == "failed":
                 is_repeated = may_double_again(config.micro_batches, config.batch_size, experiment.axes, end.text)
             _record_end(end, config.micro_batches, world, directory, task, is_repeated)
-        if end.stopped:
-            raise Preempted(end.stopped)
-        raise TooLarge(end.text, directory=str(directory.path)) if is_repeated else JobFailed(end.text)
+        raise _outcome_of(end, directory.path, is_repeated)
 
 
 def _form_group(world: World, experiment: Experiment | None) -> None:
@@ -195,7 +194,7 @@ def _agree_on_input(request: Request, world: World) -> tuple[JobTask | None, Exp
     except (Preempted, RanksMissing):  # raised for another rank
         raise
     except (Exception, SystemExit) as error:
-        crashed = [_traceback(error)]
+        crashed = [_describe(error)]
     if world.rank == 0:
         config = request.config
         earlier = request.destination.directory or world.consensus.before_restart("directory") or config.fork
@@ -215,6 +214,8 @@ def _build(request: Request, world: World) -> tuple[JobTask, Experiment | None]:
     reset_process(config.seed)
     task: JobTask = make_task(config.task, JobTask)
     messages += check_fit(config, world.device.type)
+    if config.compile:
+        messages += check_compile_caches()
     if messages := messages + check_size(config, choices, task, world.world_size):
         raise InputError(*messages)
     return task, build(config, choices, world, init_from, task.trains) if task.needs_experiment else None
@@ -230,6 +231,7 @@ class _End:
     follows: bool = False  # the failure of another rank may be the cause
     raised_at: str = ""  # where in the code this rank failed
     kind: str = ":"  # ends the first line of the report
+    refused: list[str] = field(default_factory=list)  # the messages, if the input was wrong
 
 
 def _end_of(error: BaseException, world: World) -> _End:
@@ -245,10 +247,19 @@ def _end_of(error: BaseException, world: World) -> _End:
         return _End(text=str(error), follows=error.follows)
     if isinstance(error, KeyboardInterrupt):
         return _End(text="interrupted")
-    if user_line(error) is None and (text := describe_full_disk(error)):
-        return _End(text=text)
+    if isinstance(error, InputError) and user_line(error) is None:  # such as a checkpoint with another hash
+        return _End(text=str(error), refused=error.messages)
     kind = f" {RAN_OUT}" if is_out_of_memory(error) else ":"
-    return _End("failed", _traceback(error), None, is_peer_failure(error), raised_at(error.__traceback__), kind)
+    return _End("failed", _describe(error), None, is_peer_failure(error), raised_at(error.__traceback__), kind)
+
+
+def _outcome_of(end: _End, directory: Path, is_repeated: bool) -> Exception:
+    """Return the exception by which this rank's job ends."""
+    if end.stopped:
+        return Preempted(end.stopped)
+    if end.refused:
+        return InputError(*end.refused)
+    return TooLarge(end.text, directory=str(directory)) if is_repeated else JobFailed(end.text)
 
 
 def _agree_on_end(end: _End, world: World) -> None:
@@ -256,8 +267,8 @@ def _agree_on_end(end: _End, world: World) -> None:
     if end.follows and (reason := world.shutdown.stop_reason()):
         end.state, end.stopped = "preempted", reason
     elif end.state == "failed":
-        where = f"rank {world.rank} on {socket.gethostname()}{end.kind}"
-        end.text = world.shutdown.report_failure(f"{where}\n{end.text}", end.follows, end.raised_at)
+        where = "" if end.refused else f"rank {world.rank} on {socket.gethostname()}{end.kind}\n"
+        end.text = world.shutdown.report_failure(f"{where}{end.text}", end.follows, end.raised_at)
 
 
 def _record_end(
@@ -270,7 +281,7 @@ def _record_end(
     elif is_repeated and world.rank == 0:
         log.warning("micro_batches=auto: out of memory with %d, trying %d", micro_batches, 2 * micro_batches)
     elif end.state == "failed" and not is_repeated:
-        if is_reporter or world.rank > 0:  # if rank 0 is late, another rank reports it
+        if (is_reporter or world.rank > 0) and not end.refused:  # if rank 0 is late, another rank reports it
             log.error("%s", end.text.rstrip())
         if is_reporter and world.rank > 0:
             report_failure(directory.path, end.text)
@@ -289,6 +300,12 @@ def _stopped_where(directory: RunDirectory, task: JobTask | None) -> str:
         return f"stopped; its directory is {directory.path}"
     where = f"saved after step {step}" if step else "stopped before the first step"
     return f"{where}; continue with resume={directory.path}"
+
+
+def _describe(error: BaseException) -> str:
+    """Return one line if the machine or one of its limits is the cause, and not custom code; else the traceback."""
+    line = describe_system_error(error) if user_line(error) is None else None
+    return line or _traceback(error)
 
 
 def _traceback(error: BaseException) -> str:

@@ -137,7 +137,10 @@ def _run_agent(rendezvous: RendezvousHandler, ranks: Ranks) -> RunResult:
         monitor_interval=0.05,
     )
     agent = _Agent(spec, DefaultLogsSpecs(log_dir=os.devnull), start_method="forkserver")
-    result: RunResult | None = agent.run()
+    try:
+        result: RunResult | None = agent.run()
+    except EOFError:  # the fork server could not start a rank, has reported the reason, and has exited
+        raise JobFailed("the ranks could not be started, because their fork server has exited") from None
     if result is None:  # the other machines have finished without this machine
         raise RendezvousClosedError
     return result

@@ -16,7 +16,7 @@ from runner.distributed.backend import as_backend
 from runner.distributed.environment import find_rank_info
 from runner.distributed.failures import signals
 from runner.distributed.rendezvous import join
-from runner.errors import InputError, JobFailed, Preempted
+from runner.errors import InputError, JobFailed, Preempted, exiting_on_system_errors
 from runner.jobs.job import run_job
 from runner.jobs.process_tuning import tune_process
 from runner.process.standard_streams import open_streams
@@ -25,6 +25,7 @@ Outcome = dict[str, float] | BaseException  # the metrics, or what the job has r
 FAILURE_REPORTED = 75  # exit status of a rank whose failure has been reported; sysexits.h's EX_TEMPFAIL
 
 
+@exiting_on_system_errors(FAILURE_REPORTED)
 def run_rank(request: Request, join_timeout_s: float, source: str) -> Outcome:
     """Run one rank in its own process, in the environment that torch's agent has set. Return its outcome."""
     # From here on the process receives signals, and forks its loader workers itself: a fork server for them would

@@ -52,8 +52,8 @@ class Attempt:
 
 
 def read_attempts(directory: Path) -> Iterator[Attempt]:
-    """Yield the attempts that have ended, in order. Damaged lines are skipped; a line that is too long is an error."""
-    with suppress(OSError):
+    """Yield the attempts that have ended, in order, without damaged lines. Raise InputError for an unreadable file."""
+    with suppress(FileNotFoundError):
         for line in read_lines(directory / ATTEMPTS):
             with suppress(ValueError, RecursionError):
                 facts = parse_json(line)

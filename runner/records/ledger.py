@@ -96,7 +96,8 @@ def read_ledger(directory: Path) -> list[JobRecord]:
 
 def is_stop_requested(directory: Path, number: int) -> bool:
     """Return `stop_requested` of a job, without reading the results of all jobs."""
-    return _read_jobs(directory)[number].stop_requested
+    job = _read_jobs(directory).get(number)
+    return job is not None and job.stop_requested
 
 
 def read_sweep(directory: Path) -> SweepRecord:

@@ -10,8 +10,10 @@ import json
 import math
 import os
 import secrets
+import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ import yaml
 from runner.errors import InputError
 
 METRICS, LOG = "metrics.jsonl", "log.txt"
+# Lists in metrics.jsonl: checksums of the samples of each step up to the line's, and of each batch of an evaluation.
+TRAIN_CHECKSUMS, VAL_CHECKSUMS = "train_checksums", "val_checksums"
 MAX_BYTES, MAX_LINE = 16 << 20, 16 << 20  # of a record that is read as a whole; characters of a line
 MAX_DEPTH, MAX_VALUES, MAX_ALIASES = 50, 1_000_000, 10  # of the values in a record
 MAX_INT = 2**1023  # larger integers may not be convertible to float
@@ -84,6 +88,12 @@ def check_links(directory: Path) -> None:
             raise InputError(f"{link} is a link, and the run would write to another place; remove the link")
 
 
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a regular file. Raise OSError if one of the paths is a link or another special file."""
+    with open(source, "rb", opener=without_links) as file, open(target, "wb", opener=without_links) as copy:
+        shutil.copyfileobj(file, copy)
+
+
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Replace the file's content. After a crash, the file has either the old or the new content, never a part of it.
 
@@ -105,7 +115,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def append_json_lines(path: Path, *lines: Mapping[str, Any]) -> None:
-    """Append the lines with one write, so that concurrent processes do not interleave, and sync the file.
+    """Append the lines, if possible with one write, so that concurrent processes do not interleave. Sync the file.
 
     If a crash has truncated the last line of the file, the new lines start below it. Raise OSError for a link.
     """
@@ -114,7 +124,11 @@ def append_json_lines(path: Path, *lines: Mapping[str, Any]) -> None:
     try:
         size = os.fstat(file).st_size
         is_truncated = size > 0 and os.pread(file, 1, size - 1) != b"\n"
-        os.write(file, ("\n" * is_truncated + text).encode())
+        rest = memoryview(("\n" * is_truncated + text).encode())
+        while rest:  # the system may write less than it is given, as after a signal or on an almost full disk
+            if not (written := os.write(file, rest)):
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            rest = rest[written:]
         os.fsync(file)
     finally:
         os.close(file)
@@ -123,7 +137,7 @@ def append_json_lines(path: Path, *lines: Mapping[str, Any]) -> None:
 def read_json_lines(path: str | Path) -> Iterator[dict[str, Any]]:
     """Yield the objects of a file of JSON lines. Lines that are not JSON, as after a crash, are skipped.
 
-    Raises OSError, and InputError if a line is too long, or is JSON but not an object.
+    Raises as `read_lines` does, and InputError if a line is JSON but not an object.
     """
     for number, text in enumerate(read_lines(path), start=1):
         try:
@@ -136,8 +150,11 @@ def read_json_lines(path: str | Path) -> Iterator[dict[str, Any]]:
 
 
 def read_lines(path: str | Path) -> Iterator[str]:
-    """Yield the lines of a regular file. Raise OSError, and InputError if a line is longer than MAX_LINE."""
-    with open(path, errors="replace", opener=without_links) as file:
+    """Yield the lines of a regular file. Raise FileNotFoundError, or InputError if it cannot be read.
+
+    A line that is longer than MAX_LINE cannot be read.
+    """
+    with readable(path), open(path, errors="replace", opener=without_links) as file:
         for number in itertools.count(1):
             line = file.readline(MAX_LINE)
             if len(line) == MAX_LINE:
@@ -148,13 +165,25 @@ def read_lines(path: str | Path) -> Iterator[str]:
 
 
 def read_bytes(path: str | Path, opener: Callable[[str, int], int] = without_links) -> bytes:
-    """Return the content of a regular file. Raise OSError, and ValueError if it is larger than MAX_BYTES."""
-    with open(path, "rb", opener=opener) as file:
+    """Return the content of a regular file of at most MAX_BYTES. Raise as `readable` does."""
+    with readable(path), open(path, "rb", opener=opener) as file:
         # Not read(MAX_BYTES + 1), which would first allocate as much memory: that takes longer than all the rest.
         content = file.read(min(os.fstat(file.fileno()).st_size, MAX_BYTES + 1))
-    if len(content) > MAX_BYTES:
-        raise ValueError(f"it is larger than {MAX_BYTES >> 20} MiB")
+        if len(content) > MAX_BYTES:
+            raise ValueError(f"it is larger than {MAX_BYTES >> 20} MiB")
     return content
+
+
+@contextmanager
+def readable(path: Path | str) -> Iterator[None]:
+    """Raise InputError, which names the file, if reading it fails; FileNotFoundError if it does not exist."""
+    try:
+        yield
+    except (FileNotFoundError, InputError):
+        raise
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise InputError(f"{path} cannot be read ({reason[:200]}); restore the file") from None
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -166,13 +195,33 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_metrics(directory: Path) -> Iterator[dict[str, Any]]:
-    """Yield the numbers of each line of metrics.jsonl, NaN for null. Raises OSError, and InputError without a step."""
+    """Yield the numbers of each line of metrics.jsonl, NaN for null. Raises InputError if it cannot be read."""
     path = f"{directory}/{METRICS}"  # a string: joining paths takes longer
     for line in read_json_lines(path) if os.path.lexists(path) else ():
         numbers = parse_metrics(line)
         if type(numbers.get("step")) is not int:
             raise InputError(f"{path}: {str(line)[:40]} has no step; remove the line")
         yield numbers
+
+
+def read_checksums(directory: Path) -> tuple[dict[int, float], dict[int, float]]:
+    """Return the checksums of the samples of a run's first steps, by step, and of its first evaluation, by batch.
+
+    Raise as `read_metrics` does.
+    """
+    of_steps, of_batches = dict[int, float](), dict[int, float]()
+    path = directory / METRICS
+    for line in read_json_lines(path) if os.path.lexists(path) else ():
+        step, train, val = line.get("step"), line.get(TRAIN_CHECKSUMS), line.get(VAL_CHECKSUMS)
+        if isinstance(train, list) and type(step) is int:
+            of_steps |= _numbered(train, step - len(train) + 1)
+        if isinstance(val, list):
+            of_batches |= _numbered(val, 1)
+    return of_steps, of_batches
+
+
+def _numbered(values: list[Any], first: int) -> dict[int, float]:
+    return {number: value for number, value in enumerate(values, first) if isinstance(value, float)}
 
 
 def read_mapping(path: Path | str) -> dict[str, Any]:
@@ -194,6 +243,9 @@ def read_string_list(path: Path | str) -> list[str]:
 def _parse(path: Path | str) -> Any:
     try:
         text = read_bytes(path)
+    except FileNotFoundError as error:
+        raise InputError(f"{path} cannot be read ({error}); restore the file") from None
+    with readable(path):
         if str(path).endswith(".json"):
             return parse_json(text)
         if b"*" in text:  # nested aliases expand exponentially; the runner writes no aliases
@@ -201,9 +253,6 @@ def _parse(path: Path | str) -> Any:
             if len(list(itertools.islice(aliases, MAX_ALIASES + 1))) > MAX_ALIASES:
                 raise ValueError(f"it has more than {MAX_ALIASES} aliases")
         return _check_size(yaml.load(text, Loader=SAFE_LOADER))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise InputError(f"{path} cannot be read ({reason[:200]}); restore the file") from None
 
 
 def _check_size(value: Any) -> Any:

@@ -38,11 +38,14 @@ class RunLock:
     def __init__(self, directory: Path, attempt: Attempt):
         self.path, self.attempt = directory / f"holder-{attempt.number}.json", attempt
         facts = {**asdict(attempt), "machine": _machine(), "process_start": process_start(os.getpid())}
-        with self.path.open("x") as file:
-            file.write(json.dumps(facts) + "\n")
+        _create(self.path, json.dumps(facts) + "\n")
         self._touched, self._lost, self._released = time.monotonic(), False, threading.Event()
         self._thread = threading.Thread(target=self._touch_regularly, daemon=True, name="run lock")
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # a limit of threads: nobody may wait for this lock
+            self.path.unlink()
+            raise
 
     def is_lost(self) -> bool:
         """Return True if another process has taken over the lock, because this one was suspended and seemed dead."""
@@ -171,6 +174,19 @@ def _is_alive(path: Path) -> bool:
     while _mtime(path) == touched and time.monotonic() < deadline:
         time.sleep(POLL_S)
     return _mtime(path) not in (touched, 0.0)
+
+
+def _create(path: Path, text: str) -> None:
+    """Create the file with its whole content, or not at all. Raise FileExistsError if it exists."""
+    try:
+        with path.open("x") as file:
+            file.write(text)
+    except FileExistsError:
+        raise
+    except OSError as error:  # the disk is full: an empty file would look like the lock of an unknown process
+        path.unlink(missing_ok=True)
+        error.filename = str(path)
+        raise
 
 
 def _lock_files(directory: Path) -> dict[int, Path]:

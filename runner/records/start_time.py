@@ -51,7 +51,8 @@ def _recorded_times(directory: Path) -> Iterator[Any]:
     try:
         yield next((line["at"] for line in read_json_lines(directory / LEDGER) if "at" in line), None)
     except (OSError, InputError):
-        yield from (attempt.started for attempt in read_attempts(directory))
+        with suppress(InputError):
+            yield from [attempt.started for attempt in read_attempts(directory)]
     for stamp in reversed(re.findall(r"\d{8}-\d{6}", f"{directory.parent.name}/{directory.name}")):
         with suppress(ValueError):
             yield datetime.strptime(stamp, STAMP).timestamp()

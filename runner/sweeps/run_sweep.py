@@ -11,9 +11,9 @@ from runner.config.compose import compose
 from runner.config.resume import Arguments
 from runner.config.texts import typed_options
 from runner.distributed.environment import RankInfo
-from runner.errors import InputError, JobFailed, Preempted
+from runner.errors import InputError, JobFailed, Preempted, print_messages, quantity
 from runner.records.compared_runs import read_jobs
-from runner.records.ledger import SweepRecord, is_sweep, read_ledger, unlock_sweep
+from runner.records.ledger import LEDGER, SweepRecord, is_sweep, read_ledger, unlock_sweep
 from runner.records.monitor import main_metrics
 from runner.records.report.render import closing
 from runner.records.report.statistics import monitors_of
@@ -76,6 +76,10 @@ def run_sweep(
 
 def _finish(sweep: Sweep) -> int:
     """Submit the queued jobs, or else print the table of the jobs. Return the exit status."""
+    if lost := sweep.broadcast("lost", lambda: _describe_lost(sweep)):
+        if sweep.rank_info.rank == 0:
+            print_messages([lost])
+        return 1
     try:
         is_waiting = submit(sweep.queued, Path(str(sweep.directory)), sweep.write_state)
     except JobFailed as error:
@@ -89,6 +93,16 @@ def _finish(sweep: Sweep) -> int:
     if sweep.rank_info.world_size > 1:
         sweep.join().shutdown.close()
     return 1 if is_incomplete else 0
+
+
+def _describe_lost(sweep: Sweep) -> str:
+    """Return a message if the ledger lacks jobs of the sweep; empty otherwise."""
+    if sweep.dry_run:
+        return ""
+    path = Path(str(sweep.directory))
+    recorded = {job.number for job in read_ledger(path)}
+    lost = [job.label for job in sweep.jobs if job.number not in recorded]
+    return f"{path / LEDGER} has lost {quantity(len(lost), 'job')} of the sweep, such as {lost[0]}" if lost else ""
 
 
 def print_summary(directory: Path) -> bool:

@@ -9,6 +9,7 @@ import threading
 from runner.config.custom_dirs import add_to_path
 from runner.distributed.environment import RankInfo
 from runner.distributed.failures.signals import install_handlers
+from runner.errors import exiting_on_system_errors
 from runner.jobs.process_tuning import begin_imports, tune_process
 from runner.process.standard_streams import open_streams
 
@@ -47,4 +48,5 @@ if __name__ == "__main__":
     open_streams()
     install_handlers()
     begin_imports()
-    sys.exit(main())
+    with exiting_on_system_errors():
+        sys.exit(main())

@@ -19,6 +19,7 @@ from runner.distributed.world import World
 from runner.jobs.task import JobTask
 from runner.records.report.plots import new_figure
 from runner.records.run_directory import RunDirectory
+from runner.records.run_files import write_atomically
 from runner.records.tables import csv_table, markdown_table, text_table, without_empty_columns
 
 OPERATIONS: tuple[str, ...] = ("broadcast", "reduce", "all_reduce", "scatter", "gather")
@@ -207,10 +208,10 @@ def _write(path: Path, where: str, measurements: Sequence[Measurement], unsuppor
     cells = [[*Measurement._fields, "unsupported"]]
     cells += [[each.operation, str(each.bytes), *(f"{number:.4g}" for number in each[2:]), ""] for each in measurements]
     cells += [[operation, "", "", "", "", reason] for operation, reason in unsupported.items()]
-    (path / "collectives.csv").write_text(csv_table(cells))
+    write_atomically(path / "collectives.csv", csv_table(cells))
     cells = without_empty_columns(cells)
     note = f"collectives on {where}; median of the slowest rank's times, 10^9 bytes per second"
-    (path / "collectives.md").write_text(f"{note}\n\n{markdown_table(cells)}\n")
+    write_atomically(path / "collectives.md", f"{note}\n\n{markdown_table(cells)}\n")
     log.info("%s\n%s", note, text_table(cells, for_log=True))
     if measurements:
         figure, (axes,) = new_figure(1)

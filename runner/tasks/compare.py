@@ -19,6 +19,7 @@ from runner.records.attempts import error_line
 from runner.records.console import logging_to
 from runner.records.finding import CELLS
 from runner.records.run_directory import CHECKPOINTS, Command, Destination, RunDirectory, new_directory
+from runner.records.run_files import write_atomically
 from runner.records.run_record import RunRecord
 from runner.records.tables import csv_table, format_number, markdown_table, text_table
 
@@ -173,7 +174,7 @@ def _write(cells: list[ComparedCell], path: Path) -> None:
 
     rows = [list(HEADER), *(cell.row() for cell in cells)]
     log.info("\n%s\n\n%s", text_table(rows, for_log=True), "\n".join(NOTES))
-    (path / "compare.md").write_text("\n\n".join([markdown_table(rows), *NOTES]) + "\n")
+    write_atomically(path / "compare.md", "\n\n".join([markdown_table(rows), *NOTES]) + "\n")
     names = sorted({name for cell in cells for name in cell.metrics})
     header = ["mode", "world_size", "difference_to_none", "remark", *names]
     values = [
@@ -183,4 +184,4 @@ def _write(cells: list[ComparedCell], path: Path) -> None:
         for cell in cells:
             for name in {"samples_per_second", "step_time_s"} & cell.metrics.keys():
                 board.add_scalar(f"compare_{name}/{cell.mode}", cell.metrics[name], cell.world_size)
-    (path / "compare.csv").write_text(csv_table([header, *values]))
+    write_atomically(path / "compare.csv", csv_table([header, *values]))

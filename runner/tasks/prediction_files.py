@@ -95,10 +95,14 @@ def writing(kind: str, path: Path, num_samples: int) -> Iterator["CsvTable | Par
         partial = Path(directory) / path.name
         writer = writers[kind](partial, num_samples)
         try:
-            yield writer
-        finally:
-            writer.close()
-        partial.replace(path)
+            try:
+                yield writer
+            finally:
+                writer.close()
+            partial.replace(path)
+        except OSError as error:
+            error.filename = str(path)  # an error of `write` names no file
+            raise
 
 
 class CsvTable:

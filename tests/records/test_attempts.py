@@ -46,7 +46,7 @@ def test_a_failed_resume_keeps_the_record_except_the_state_running(here: Callabl
     run = run_here(here, "max_steps=4")
     before = record_of(run)
     originals = damage(run)
-    assert here(f"resume={run}", "optimizer.lr=0.01", "max_steps=6") == 1
+    assert here(f"resume={run}", "optimizer.lr=0.01", "max_steps=6") == 2
     assert record_of(run) == before
     (first, second) = attempts_of(run)
     assert (first["number"], first["state"], first["first_step"], first["step"]) == (1, "finished", 0, 4)
@@ -54,7 +54,7 @@ def test_a_failed_resume_keeps_the_record_except_the_state_running(here: Callabl
     assert "undamaged checkpoint" in second["error"]
     # The previous attempt was killed, so its record still has the state running.
     (run / "result.json").write_text(json.dumps({**result_of(run), "state": "running"}))
-    assert here(f"resume={run}") == 1
+    assert here(f"resume={run}") == 2
     assert (result_of(run)["state"], result_of(run)["step"]) == ("failed", 4)
     for path, content in originals.items():
         path.write_bytes(content)

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from runner.checkpoints.layout import verify
 from runner.errors import JobFailed
+from runner.jobs.continuation import copy_start
 from runner.launchers.slurm.queue import submit
 from runner.records.attempts import Attempt, append_attempt
 from runner.records.console import LOGGER, logging_to
@@ -133,3 +135,59 @@ def test_a_resumed_run_does_not_write_through_links(
     reported = capsys.readouterr()
     if not nested:
         assert len(reported.err.splitlines()) == 1 and f"{name} is a link" in reported.err
+
+
+def put_in_checkpoint(checkpoint: Path, kind: str, mine: Path) -> Path:
+    """Put something that no run writes into a checkpoint, or in the place of one of its files. Return its path."""
+    path = checkpoint / "extra"
+    if kind == "link to a directory":
+        (mine.parent / "secrets").mkdir()
+        (mine.parent / "secrets" / "key").write_text("secret")
+        path.symlink_to(mine.parent / "secrets")
+    elif kind == "link to a file":
+        path.symlink_to(mine)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    else:  # a file of the checkpoint that is a link to a copy of itself
+        path = checkpoint / kind
+        path.rename(mine.parent / kind)
+        path.symlink_to(mine.parent / kind)
+    return path
+
+
+@pytest.mark.parametrize(
+    "kind", ["link to a directory", "link to a file", "pipe", "directory", "rank_0.safetensors", "manifest.json"]
+)
+def test_a_checkpoint_with_links_is_neither_read_nor_copied(
+    kind: str, run: Path, mine: Path, here: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = put_in_checkpoint(run / "checkpoints" / "step_2", kind, mine)
+    capsys.readouterr()
+    for words in (
+        (f"fork={run}", "max_steps=3", "name=other"),
+        ("task=evaluate", f"run={run}", "name=other"),
+        ("task=export", f"run={run}", f"export.output={mine.parent / 'other.safetensors'}"),
+        (*SMALL, f"init_from={run}", "name=other"),
+        (f"resume={run}", "max_steps=3"),
+    ):
+        assert here(*words) == 2, words
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{path} is not what was saved: it is a link or another special file" in line, words
+    assert not (mine.parent / "outputs" / "other").exists()
+    with pytest.raises(ValueError, match="special file"):
+        copy_start(path.parent, mine.parent / "copy")
+
+
+def test_linked_metrics_are_not_copied_into_a_fork(run: Path, mine: Path, tmp_path: Path) -> None:
+    (run / "metrics.jsonl").unlink()
+    (run / "metrics.jsonl").symlink_to(mine)
+    with pytest.raises(OSError, match="is a link"):
+        copy_start(run / "checkpoints" / "step_2", tmp_path / "copy")
+    (tmp_path / "elsewhere").mkdir()
+    (run / "checkpoints" / "step_2").rename(tmp_path / "elsewhere" / "step_2")
+    (run / "checkpoints" / "step_2").symlink_to(tmp_path / "elsewhere" / "step_2")  # moved to another disk
+    (run / "metrics.jsonl").unlink()
+    copy_start(run / "checkpoints" / "step_2", tmp_path / "copy")
+    verify(tmp_path / "copy" / "checkpoints" / "step_2")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from worlds import run
 import runner
 from runner.checkpoints.layout import list_checkpoints
 from runner.errors import InputError
+from runner.records import run_files
 from runner.records.compared_runs import read_jobs
 from runner.records.listing import list_entries
 from runner.records.loggers.dashboard import logged_metrics
@@ -20,9 +22,11 @@ from runner.records.report.statistics import summarize
 from runner.records.run_directory import RunDirectory
 from runner.records.run_files import (
     METRICS,
+    append_json_lines,
     dumps,
     parse_json,
     parse_metrics,
+    read_json_lines,
     read_metrics,
     read_string_list,
 )
@@ -111,3 +115,17 @@ def test_only_complete_lines_of_metrics_count(tmp_path: Path) -> None:
                 list(read_metrics(tmp_path))
         else:
             assert [line["step"] for line in read_metrics(tmp_path)] == [*range(60), 2]
+
+
+@pytest.mark.fault("short writes", outcome="survived")
+def test_all_lines_are_written_although_the_system_writes_seven_bytes_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, lines = os.write, [{"number": number, "text": "ä" * number} for number in range(20)]
+    monkeypatch.setattr(run_files.os, "write", lambda file, data: write(file, data[:7]))
+    append_json_lines(tmp_path / "ledger.jsonl", *lines[:10])
+    append_json_lines(tmp_path / "ledger.jsonl", *lines[10:])
+    assert list(read_json_lines(tmp_path / "ledger.jsonl")) == lines
+    monkeypatch.setattr(run_files.os, "write", lambda file, data: 0)
+    with pytest.raises(OSError, match=r"Input/output error: .*ledger\.jsonl"):
+        append_json_lines(tmp_path / "ledger.jsonl", lines[0])

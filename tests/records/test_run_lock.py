@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import resource
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -123,3 +124,40 @@ def test_a_suspended_owner_has_lost_its_lock_to_a_later_world(tmp_path: Path, mo
     stalled.release()
     assert third.path.exists()
     third.release()
+
+
+@pytest.mark.fault("a full disk while the lock is written", outcome="refused")
+def test_a_lock_is_written_whole_or_not_at_all(
+    tmp_path: Path, here: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert here(*SMALL, "max_steps=2") == 0
+    (run,) = (tmp_path / "outputs" / "run").iterdir()
+    before, create = contents(run), run_lock._create
+
+    def create_on_full_disk(path: Path, text: str) -> None:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1, limits[1]))
+        try:
+            create(path, text)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    monkeypatch.setattr(run_lock, "_create", create_on_full_disk)
+    capsys.readouterr()
+    assert here(f"resume={run}", "max_steps=4") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{run}/holder-2.json could not be written: File too large; raise the limit of file sizes")
+    assert contents(run) == before
+    monkeypatch.undo()
+    assert lock_directory(run).attempt.number == 2
+
+
+@pytest.mark.fault("no further thread may be started", outcome="refused")
+def test_a_lock_without_its_thread_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        lock_directory(tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -20,6 +20,7 @@ from runner.records.ledger import JobRecord, read_ledger
 from runner.records.run_record import RunRecord
 from runner.sweeps.run_sweep import job_table, print_summary
 from runner.sweeps.slot_process import confine
+from runner.sweeps.sweep import Sweep
 
 TOY = ("model=toy", "data=toy", "epochs=1", "backend=gloo", "logger=none", "threads=1")
 # A custom model that draws from global generators, changes a global setting, and fails or blocks on request.
@@ -361,3 +362,24 @@ def test_the_table_of_jobs_shows_brackets_in_errors(tmp_path: Path) -> None:
     lines = job_table([RunRecord(tmp_path / "0-seed-0", "failed", error=error)]).splitlines()
     assert lines[1].split(maxsplit=2)[:2] == ["0-seed-0", "failed"]
     assert lines[1].rstrip().endswith("RuntimeError: [/__w/gloo/pair.cc:547] Timed out [optimizer.lr]")
+
+
+@pytest.mark.fault("a ledger that loses its jobs", outcome="refused")
+@pytest.mark.parametrize("kept", [0, 1, 2])
+def test_a_sweep_whose_ledger_lacks_jobs_does_not_succeed(
+    kept: int, here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finish = Sweep.write_outcome
+
+    def lose(self: Sweep, job: JobRecord, metrics: dict[str, float]) -> str:
+        state = finish(self, job, metrics)
+        ledger = job.directory.parent / "ledger.jsonl"
+        lines = ledger.read_text().splitlines(keepends=True)
+        jobs = [line for line in lines if '"label"' in line]
+        ledger.write_text("".join(line for line in lines if line not in jobs[kept:]))
+        return state
+
+    monkeypatch.setattr(Sweep, "write_outcome", lose)
+    assert here("-m", *TOY, "max_steps=1", "seed=0,1,2") == 1
+    lost = f"ledger.jsonl has lost {3 - kept} job{'s' * (kept < 2)} of the sweep, such as {kept}-seed-{kept}"
+    assert lost in capsys.readouterr().err

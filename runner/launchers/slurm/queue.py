@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from runner.distributed.failures.signals import INTERRUPTED, Stopped, interruptible
 from runner.errors import InputError, JobFailed
-from runner.records.run_files import make_directory, read_bytes, write_atomically
+from runner.records.run_files import make_directory, read_bytes, readable, write_atomically
 from runner.records.run_record import find_run
 
 JOB = Path("slurm") / "job"  # the file with the id of the directory's last job
@@ -51,12 +51,10 @@ def submit(script: str, directory: Path, name: str = "job.sh") -> str:
 def last_job(directory: Path) -> str | None:
     """Return the id of the job that was last submitted for the directory, or None. Raises InputError if unreadable."""
     try:
-        return read_bytes(directory / JOB).decode().strip()
+        with readable(directory / JOB):
+            return read_bytes(directory / JOB).decode().strip()
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise InputError(f"{directory / JOB} cannot be read: {reason}") from None
 
 
 def query_ended(names: Sequence[str]) -> set[str]:

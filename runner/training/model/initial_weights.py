@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from runner.checkpoints.layout import MANIFEST, choose_checkpoint, list_checkpoints, verify
+from runner.checkpoints.layout import BEST, LAST, MANIFEST, choose_checkpoint, find_checkpoint, list_checkpoints, verify
 from runner.checkpoints.weights_file import open_weights
 from runner.config.schema import InitFrom
 from runner.distributed.world import World
@@ -49,12 +49,15 @@ def locate_initial_weights(path: str | None, directory: str | None) -> Path | No
 
 def _resolve(path: Path) -> Path:
     """Return a file, or the directory of a verified checkpoint. Raise ValueError if the path is or contains neither."""
+    for named in (path, path.parent):
+        if named.name in (BEST, LAST) and named.parent.name == CHECKPOINTS:  # the record decides, not the link
+            path = find_checkpoint(named.parent, named.name)
     if not path.exists():
         siblings = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
         raise ValueError(f"no such file or directory{near_hint(path.name, siblings)}")
     directory = path if path.is_dir() else path.parent
     if (directory / MANIFEST).is_file():  # a checkpoint, or a file in it
-        checkpoint = directory.resolve()  # resolves a link, which may change meanwhile
+        checkpoint = directory.resolve()  # a link may change meanwhile
         verify(checkpoint)
         return checkpoint
     if path.is_file():

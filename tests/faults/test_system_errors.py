@@ -1,0 +1,113 @@
+"""Errors of disks and limits of the machine at any time of a run end the command with one line, not a traceback."""
+
+import errno
+import os
+import re
+import subprocess
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SMALL = ("model=mlp", "model.hidden=[16]", "data.sample_shape=[1,8,8]", "logger=none", "threads=1", "max_steps=3")
+ERRORS = ("EIO", "EROFS", "ENOSPC", "EDQUOT", "ESTALE", "EFBIG", "EACCES", "EMFILE", "ENFILE")
+# What is opened, by a pattern of its path.
+PLACES = {
+    "the lock": r"/holder-1\.json$",
+    "the configuration": r"/\.config\.yaml\.",
+    "the log": r"/log\.txt$",
+    "a line of metrics": r"/metrics\.jsonl$",
+    "a shard": r"/rank_0\.safetensors$",
+    "the result": r"/\.result\.json\.",
+    "the attempts": r"/attempts\.jsonl$",
+}
+
+
+FAILING = """
+def call(*args, **options):
+    error = error_of(*args)
+    if error is not None:
+        raise error
+    return function(*args, **options)
+"""
+
+
+def failing(function: Callable[..., Any], error_of: Callable[..., BaseException | None]) -> Callable[..., Any]:
+    """Return the function, which raises the error of its arguments if there is one.
+
+    It belongs to Python: the error of custom code would be reported with a traceback.
+    """
+    names = {"function": function, "error_of": error_of}
+    exec(compile(FAILING, "<frozen faults>", "exec"), names)
+    call: Callable[..., Any] = names["call"]  # type: ignore[assignment]
+    return call
+
+
+def one_line(out: str, err: str) -> None:
+    """Assert that the output of a command ends with one error, of at most two lines and without a traceback."""
+    assert "Traceback" not in out + err
+    lines = [line for line in (out + err).splitlines() if not line.startswith("warning: ")]
+    errors = [line for line in lines if any(os.strerror(getattr(errno, each)) in line for each in (*ERRORS, "EAGAIN"))]
+    assert len(errors) == 1, out + err
+
+
+@pytest.mark.fault("an error of the disk or of open files, at any time", outcome="refused")
+@pytest.mark.parametrize(
+    "code", [pytest.param(code, marks=[] if code in ("EIO", "EROFS") else pytest.mark.thorough) for code in ERRORS]
+)
+@pytest.mark.parametrize("place", PLACES)
+def test_an_error_of_a_file_is_one_line(
+    place: str, code: str, here: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    number = getattr(errno, code)
+
+    def error_of(path: Any, *args: Any) -> OSError | None:
+        is_place = re.search(PLACES[place], str(path))
+        return OSError(number, os.strerror(number), str(path)) if is_place else None
+
+    monkeypatch.setattr(os, "open", failing(os.open, error_of))
+    monkeypatch.setattr(Path, "open", failing(Path.open, error_of))
+    status = here(*SMALL)
+    monkeypatch.undo()
+    out, err = capsys.readouterr()
+    if status == 0:
+        assert place == "the attempts" and "Traceback" not in out + err
+    else:
+        assert status in (1, 2)
+        one_line(out, err)
+
+
+@pytest.mark.fault("no further thread or process may be started", outcome="refused")
+@pytest.mark.parametrize("allowed", [0, pytest.param(1, marks=pytest.mark.thorough), 2])
+def test_a_limit_of_threads_is_one_line(
+    allowed: int, here: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = list[str]()
+
+    def error_of(thread: threading.Thread) -> RuntimeError | None:
+        started.append(thread.name)
+        return RuntimeError("can't start new thread") if len(started) > allowed else None
+
+    monkeypatch.setattr(threading.Thread, "start", failing(threading.Thread.start, error_of))
+    status = here(*SMALL)
+    monkeypatch.undo()
+    if status:
+        one_line(*capsys.readouterr())
+    else:
+        assert allowed == 2
+
+
+@pytest.mark.fault("no further thread or process may be started", outcome="refused")
+@pytest.mark.parametrize("words", [("-m", "hydra/launcher=slots", "hydra.launcher.slots=1", "seed=0,1")])
+def test_a_limit_of_processes_is_one_line(
+    words: tuple[str, ...],
+    here: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    error = BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    monkeypatch.setattr("runner.sweeps.slots.subprocess.Popen", failing(subprocess.Popen, lambda *args: error))
+    assert here(*SMALL, *words) == 1
+    one_line(*capsys.readouterr())
