@@ -62,3 +62,4 @@ class StepBatch:
     num_samples: int  # of the whole step, over all ranks and micro-batches
     wait_s: float  # time that the step waited for its data
     ends_epoch: bool = False
+    checksum: float | None = None  # of this rank's samples; None for most steps (runner.input.checksum)

@@ -73,6 +73,7 @@ class Loader:
             )
         self.sampler, self.dtype, self.device, self.memory_format = sampler, dtype, device, memory_format
         self.seed = sampler.seed
+        self.checksum_steps = 0  # steps of the first epoch whose samples are hashed
         self._position = (0, 0)
         self.stream_position = Position()  # after the last step that was read, or of the loaded checkpoint
         # For each batch that is requested and not yet read: the indices of its local micro-batches.
@@ -104,6 +105,7 @@ class Loader:
         micro_batches = self._read(batches)
         for step in range(first_step, self.sampler.steps_per_epoch):
             start, is_last = time.perf_counter(), step + 1 == self.sampler.steps_per_epoch
+            checksums: list[float] = []
             if self.is_stream:
                 samples: StepSamples = next(batches)
                 if samples.num_samples == 0:
@@ -111,11 +113,16 @@ class Loader:
                 parts = zip(samples.batches, samples.indices, strict=True)
                 of_step = [MicroBatch(map_tensors(self.to_device, batch), indices) for batch, indices in parts]
                 num_samples, is_last = samples.num_samples, is_last or samples.is_last
+                checksums = samples.checksums
                 self.stream_position = samples.position
             else:
-                of_step = list(itertools.islice(micro_batches, self.sampler.num_micro_batches(step)))
+                of_step = []
+                for micro_batch, of_samples in itertools.islice(micro_batches, self.sampler.num_micro_batches(step)):
+                    of_step.append(micro_batch)
+                    checksums += of_samples
                 num_samples = self.sampler.step_size(step)
-            yield StepBatch(of_step, num_samples, time.perf_counter() - start, is_last)
+            checksum = sum(checksums) if self._is_hashed(epoch, step) else None
+            yield StepBatch(of_step, num_samples, time.perf_counter() - start, is_last, checksum)
             if is_last:
                 return
 
@@ -163,9 +170,15 @@ class Loader:
             late = f"the DataLoader workers returned no batch within loader.timeout_s={self._timeout_s} s"
             raise RuntimeError("; ".join(states) or late) from error
 
-    def _read(self, batches: Iterator[Any]) -> Iterator[MicroBatch]:
-        """Yield local micro-batches on the device. Raise ValueError if a batch that was read ahead cannot be split."""
-        for each in batches:
+    def _is_hashed(self, epoch: int, step: int) -> bool:
+        return epoch == 0 and step < self.checksum_steps
+
+    def _read(self, batches: Iterator[Any]) -> Iterator[tuple[MicroBatch, list[float]]]:
+        """Yield local micro-batches on the device, and the checksums of their samples if they were requested.
+
+        Raise ValueError if a batch that was read ahead cannot be split.
+        """
+        for each, checksums in batches:
             batch = map_tensors(self.to_device, each)
             requested = self._requested.popleft()
             if self._at_once is None and requested[0]:
@@ -173,10 +186,11 @@ class Loader:
                 largest = num_bytes * self.sampler.local_size // len(requested[0])  # the first may be smaller
                 self._at_once = self.batches_at_once(largest)
             if len(requested) == 1:
-                yield MicroBatch(batch, requested[0])
+                yield MicroBatch(batch, requested[0]), checksums
                 continue
             for part, indices in zip(split(batch, [len(each) for each in requested]), requested, strict=True):
-                yield MicroBatch(part, indices)
+                yield MicroBatch(part, indices), checksums[: len(indices)]
+                checksums = checksums[len(indices) :]
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the arguments of each read from the current position on. DataLoader iterates over them once per epoch.
@@ -187,15 +201,18 @@ class Loader:
         if self.is_stream:
             start = self.stream_position if first_step else None
             for step in range(first_step, self.sampler.steps_per_epoch):  # if it has no length, also after its end
-                yield step, epoch, self.sampler, start
+                yield self._is_hashed(epoch, step), step, epoch, self.sampler, start
             return
+        steps = range(first_step, min(self.checksum_steps, self.sampler.steps_per_epoch))
+        num_hashed = sum(self.sampler.num_micro_batches(step) for step in steps if self._is_hashed(epoch, step))
         local_batches = self.sampler.local_batches(epoch, first_step)
         for first in local_batches:
             together = [first, *itertools.islice(local_batches, (self._at_once or 1) - 1)]
             # An empty local micro-batch cannot be split from others.
             for block in [together] if all(together) else [[indices] for indices in together]:
                 self._requested.append(block)
-                yield list(itertools.chain.from_iterable(block)), epoch, self.seed
+                yield num_hashed > 0, list(itertools.chain.from_iterable(block)), epoch, self.seed
+                num_hashed -= len(block)
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of a batch on the device, in the dtype and memory format of the model."""

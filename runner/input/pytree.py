@@ -23,9 +23,15 @@ from torch.utils.data import default_collate
 from runner.tensor_values import has_values
 
 
+def leaves(tree: Any) -> list[Any]:
+    """Return the leaves, in order."""
+    found: list[Any] = tree_leaves(register_types(tree))
+    return found
+
+
 def tensors(tree: Any) -> list[torch.Tensor]:
     """Return the tensors among the leaves, in order."""
-    return [leaf for leaf in tree_leaves(register_types(tree)) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def named_tensors(tree: Any) -> dict[str, torch.Tensor]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
+from runner.input.checksum import row_checksums, row_shapes, sample_checksum
 from runner.input.pytree import collate, describe, map_tensors, tensors
 from runner.input.rng import COLLATE, EPOCH, SAMPLE, DrawDetector, isolated, seeded
 from runner.input.sample_cache import CannotCache, SampleCache
@@ -87,34 +88,50 @@ class Source(Dataset[Any]):
         """Return the dataset's own indices of samples of this split; messages and files name samples by them."""
         return list(indices) if self.rows is None else self.rows[torch.as_tensor(indices, dtype=torch.int64)].tolist()
 
-    def read(self, indices: Sequence[int], epoch: int = 0, seed: int = 0, stand_in: int = 0) -> Any:
+    def read(
+        self,
+        indices: Sequence[int],
+        epoch: int = 0,
+        seed: int = 0,
+        stand_in: int = 0,
+        checksums: list[float] | None = None,
+    ) -> Any:
         """Return a batch of the samples. Random numbers that reading a sample draws follow from seed, epoch and index.
 
         If there are no indices, return a batch of the sample `stand_in` without NaN, which would reach the gradients of
-        other samples: 0 * NaN is NaN.
+        other samples: 0 * NaN is NaN. The list `checksums` gets the checksum of each sample.
         """
-        batch = self._read(indices or [stand_in], epoch, seed)
+        batch = self._read(indices or [stand_in], epoch, seed, checksums if indices else None)
         if indices:
             return batch
         return map_tensors(lambda tensor: tensor.nan_to_num(0.0, 0.0, 0.0), batch)
 
-    def __getitems__(self, arguments: tuple[Any, ...]) -> Any:
-        """Call `read` for DataLoader. In a worker, SystemExit and KeyboardInterrupt become a RuntimeError."""
+    def __getitems__(self, arguments: tuple[bool, Sequence[int], int, int]) -> tuple[Any, list[float]]:
+        """Return a batch for DataLoader, and the checksums of its samples if the first argument is true.
+
+        In a worker, SystemExit and KeyboardInterrupt become a RuntimeError.
+        """
+        is_hashed, indices, epoch, seed = arguments
+        checksums = list[float]()
         try:
-            return self.read(*arguments)
+            return self.read(indices, epoch, seed, checksums=checksums if is_hashed else None), checksums
         except (SystemExit, KeyboardInterrupt) as error:
             if get_worker_info() is None:
                 raise
             raise RuntimeError(f"the dataset raised {error!r}") from error
 
-    def _read(self, indices: Sequence[int], epoch: int, seed: int) -> Any:
+    def _read(self, indices: Sequence[int], epoch: int, seed: int, checksums: list[float] | None) -> Any:
         dataset = self._in_epoch(epoch, seed)
         reads_batches = self._reads_batches(dataset)
 
         def read() -> Any:
             """Read the samples at once, or one by one if that draws: each sample must have its own random numbers."""
             if reads_batches and not self._sample_draws.has_drawn:
-                return self._batch(dataset, indices)
+                batch = self._batch(dataset, indices)
+                if checksums is not None:
+                    expected = row_shapes(batch if self.reads_ahead else self._batch(dataset, [0]))
+                    checksums[:] = row_checksums(batch, len(indices), expected)
+                return batch
             samples = []
             for index in indices:
                 self._sample_draws.seed(seed, epoch, index, SAMPLE)
@@ -122,6 +139,8 @@ class Source(Dataset[Any]):
                     samples.append(map_tensors(lambda tensor: tensor[0], self._batch(dataset, [index])))
                 else:
                     samples.append(self._sample(dataset, epoch, index))
+            if checksums is not None:
+                checksums[:] = map(sample_checksum, samples)
             if reads_batches or not hasattr(dataset, "collate"):
                 return collate(samples)
             return self._collated(dataset, samples, (seed, epoch, indices[0]))

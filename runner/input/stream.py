@@ -138,6 +138,7 @@ class StepSamples(NamedTuple):
     num_samples: int  # over all ranks; 0 after the end of the stream
     position: Position  # after the step
     is_last: bool
+    checksums: list[float]  # of this rank's samples; empty unless requested
 
 
 class StepReader:
@@ -146,8 +147,8 @@ class StepReader:
     def __init__(self, source: Any):
         self.source = source  # of a Stream
 
-    def __getitems__(self, request: tuple[int, int, Sampler, Position | None]) -> StepSamples:
-        step, epoch, sampler, start = request  # start: where the epoch is resumed; None: position 0
+    def __getitems__(self, request: tuple[bool, int, int, Sampler, Position | None]) -> StepSamples:
+        is_hashed, step, epoch, sampler, start = request  # start: where the epoch is resumed; None: position 0
         stream: Stream = self.source.dataset
         first = step * sampler.batch_size
         with seeded(sampler.seed, epoch, EPOCH):
@@ -155,10 +156,14 @@ class StepReader:
         found, state, is_last = stream.load(first, sampler.batch_size, start)
         position = Position(first + found, state)
         if not found:
-            return StepSamples([], [], 0, position, True)
+            return StepSamples([], [], 0, position, True, [])
         parts = [list(part) for part in replace(sampler, num_samples=first + found).positions(step)]
-        batches = [self.source.read(part, epoch, sampler.seed, stand_in=first) for part in parts]
-        return StepSamples(batches, parts, found, position, is_last)
+        batches, checksums = [], list[float]()
+        for part in parts:
+            of_part: list[float] | None = [] if is_hashed else None
+            batches.append(self.source.read(part, epoch, sampler.seed, first, of_part))
+            checksums += of_part or []
+        return StepSamples(batches, parts, found, position, is_last, checksums)
 
 
 def encode_state(state: Any) -> str:

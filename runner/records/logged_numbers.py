@@ -7,7 +7,7 @@ from pathlib import Path
 
 from runner.errors import InputError
 from runner.records.monitor import LOSS
-from runner.records.run_files import read_metrics
+from runner.records.run_files import read_checksums, read_metrics
 from runner.records.run_record import find_run
 
 EPS = {"fp64": 2.0**-52, "fp32": 2.0**-23, "fp16": 2.0**-10, "bf16": 2.0**-7}  # torch.finfo(...).eps
@@ -82,6 +82,18 @@ def compare_numbers(runs: tuple[Path, Path], tolerance: float, grows: bool = Tru
             return NumberComparison(num_steps, largest, worst, explained(worst), before)
         before = step
     return NumberComparison(num_steps, largest)
+
+
+def describe_other_samples(runs: tuple[Path, Path]) -> list[str]:
+    """Return lines about the first steps and the first evaluation, if the runs have read different samples in them."""
+    lines = []
+    for (one, other), noun in zip(zip(*map(read_checksums, runs), strict=True), ("step", "batch"), strict=True):
+        both = sorted(one.keys() & other.keys())
+        if different := [number for number in both if one[number] != other[number]]:
+            where = "" if noun == "step" else " of the evaluation"
+            more = f" and {len(different) - 1} more" if len(different) > 1 else ""
+            lines.append(f"data: the samples, or their values, in {noun} {different[0]}{where}{more}")
+    return lines
 
 
 def check_comparable(runs: tuple[Path, Path]) -> None:

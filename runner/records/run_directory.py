@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -21,7 +21,14 @@ from runner.records.attempts import Attempt, append_attempt, error_line, utc_now
 from runner.records.code_copy import original_path, running_copy, time_of
 from runner.records.custom_code import CustomCode, imported_code
 from runner.records.monitor import LOSS
-from runner.records.run_files import METRICS, dumps, read_bytes, read_metrics, without_links, write_atomically
+from runner.records.run_files import (
+    METRICS,
+    dumps,
+    read_bytes,
+    read_metrics,
+    without_links,
+    write_atomically,
+)
 from runner.records.run_lock import RunLock, lock_directory
 from runner.records.run_record import RESULT, RUNNING, RunRecord, find_run
 from runner.records.settings import CONFIG, OVERRIDES
@@ -183,12 +190,18 @@ class RunDirectory:
         if self.writes:
             self.record.save()
 
-    def log_metrics(self, step: int, epoch: int, metrics: dict[str, float]) -> None:
-        """Append a line to metrics.jsonl. Raises JobFailed if it cannot be written, or if the lock is lost."""
+    def log_metrics(
+        self, step: int, epoch: int, metrics: dict[str, float], lists: Mapping[str, Sequence[float]] | None = None
+    ) -> None:
+        """Append a line to metrics.jsonl. Raises JobFailed if it cannot be written, or if the lock is lost.
+
+        lists: values that are no metrics; empty lists are left out.
+        """
         self.check_lock()
         if not self.writes:
             return
-        path, line = self.path / METRICS, dumps({"step": step, "epoch": epoch, **metrics})
+        others = {name: list(values) for name, values in (lists or {}).items() if values}
+        path, line = self.path / METRICS, dumps({"step": step, "epoch": epoch, **metrics, **others})
         try:
             with open(path, "a", opener=without_links) as file:
                 file.write(line + "\n")

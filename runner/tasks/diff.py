@@ -4,7 +4,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from runner.checkpoints.layout import list_checkpoints, step_of
-from runner.config.changes import read_config
 from runner.config.command import composing, prepare
 from runner.config.diagnostics.type_hints import show
 from runner.config.pointers import pointer_to, quote
@@ -15,9 +14,15 @@ from runner.errors import InputError, JobFailed, quantity
 from runner.jobs.task import LaunchingTask
 from runner.launchers.launch import launch
 from runner.optimization.parameter_patterns import counted
-from runner.records.logged_numbers import NumberComparison, compare_numbers, default_tolerance
+from runner.records.logged_numbers import (
+    NumberComparison,
+    compare_numbers,
+    default_tolerance,
+    describe_other_samples,
+)
 from runner.records.run_directory import CHECKPOINTS
 from runner.records.run_record import find_run
+from runner.records.settings import to_text
 from runner.tasks.rerun import possible_causes
 from runner.tasks.trace import TRACE, find_difference
 
@@ -38,7 +43,7 @@ class Diff(LaunchingTask):
             raise InputError("diff.trace=true starts the ranks of both runs itself; run task=diff in one process")
         runs = Path(str(config.run)), Path(str(options.other))
         tolerance = options.tolerance
-        precisions = [read_config(run).precision for run in runs]
+        precisions = [to_text(find_run(run).settings.get("precision", "fp32")) for run in runs]
         numbers = compare_numbers(
             runs, default_tolerance(precisions) if tolerance is None else tolerance, grows=tolerance is None
         )
@@ -50,7 +55,8 @@ class Diff(LaunchingTask):
                 world = f"world_size {record.world_size}, parallel={record.parallel}, {precision}"
                 end = "" if record.state == "finished" else f", {record.state} at step {record.step}"
                 print(f"{name}        {run} ({world}{end})")
-            for line in possible_causes(*runs) or ["nothing: commit, versions, machine and configuration are the same"]:
+            causes = [*possible_causes(*runs), *describe_other_samples(runs)]
+            for line in causes or ["nothing: commit, versions, machine and configuration are the same"]:
                 print(f"differs  {line}")
             print(f"numbers  {describe(numbers)}", flush=True)
             if options.trace and numbers.first_unexplained is None:
@@ -109,5 +115,8 @@ def trace(request: Request, runs: tuple[Path, Path], numbers: NumberComparison, 
                 launch(prepare(arguments, rank_info, ()), rank_info)
             directories += Path(folder, name).glob(f"*/{TRACE}")
         found, skipped = find_difference((directories[0], directories[1]), range(first, last + 1), numbers.allowed)
-    lines += [found or "all recorded outputs and gradients agree"]
+    agree = "all recorded outputs and gradients agree"
+    if describe_other_samples(runs):
+        agree += " if both runs read the current data"
+    lines += [found or agree]
     return [*lines, *([f"not compared: {counted(skipped, 8)}"] if skipped else [])]

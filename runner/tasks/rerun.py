@@ -15,7 +15,7 @@ from runner.errors import InputError, quantity
 from runner.jobs.task import JobTask
 from runner.records.compared_runs import LOCATION_KEYS
 from runner.records.custom_code import read_code
-from runner.records.logged_numbers import compare_numbers
+from runner.records.logged_numbers import compare_numbers, describe_other_samples
 from runner.records.provenance import DIFF
 from runner.records.run_directory import RunDirectory
 from runner.records.run_files import read_bytes, read_mapping
@@ -69,6 +69,8 @@ class Rerun(JobTask):
         log.info("same weights: %s" if now == was else f"other weights: they were {was} and are %s", now)
         if now != was:
             numbers = compare_numbers((then, directory.path), tolerance=0.0, grows=False)
+            for samples in describe_other_samples((then, directory.path)):
+                log.info("differs %s", samples)
             difference = numbers.first_unexplained
             log.info("the logged numbers %s", f"differ at {difference}" if difference else "are equal")
         return metrics | {"rerun/same_weights": float(now == was)}

@@ -21,11 +21,12 @@ def evaluate(
     max_batches: int | None = None,
     predictions: Predictions | None = None,
     start_vote: Callable[[], Callable[[], object]] = lambda: lambda: None,
+    checksums: list[float] | None = None,
 ) -> dict[str, float]:
     """Return val/loss and the metrics of the validation data, or of `max_batches`. All ranks must call it.
 
     `start_vote` is called before each batch; the function that it returns is called later, and may raise to cancel the
-    evaluation.
+    evaluation. The list `checksums` gets those of the batches that the loader hashes.
     """
     objective = experiment.recipe.objective
     names = [] if objective.terms else list(objective.losses)
@@ -37,9 +38,11 @@ def evaluate(
     # An objective that draws random numbers draws the same ones in every evaluation, also in task=evaluate.
     seed, data_rank = experiment.val_loader.sampler.seed, experiment.axes.data_rank(world.rank)
     experiment.recipe.draws.begin(seed, data_rank=data_rank)
-    votes: deque[Callable[[], object]] = deque()
+    votes, read, reads_first = deque[Callable[[], object]](), list[float](), experiment.axes.reads_first(world.rank)
     for batch in itertools.islice(experiment.val_loader.steps(epoch=0), max_batches):
         votes.append(start_vote())
+        if batch.checksum is not None:
+            read.append(batch.checksum if reads_first else 0.0)
         for micro_batch in batch.micro_batches:
             prediction = parallel_model.predict(micro_batch)  # all ranks must call it the same number of times
             if prediction is None or not counts or micro_batch.num_samples == 0:
@@ -57,8 +60,11 @@ def evaluate(
     if predictions:
         predictions.gather(world)
     local = [losses.flatten(), logged_values.sums(objective.value_names, world.device).flatten(), metrics.flat()]
+    local.append(torch.tensor(read, dtype=torch.float64, device=world.device))
     flat = world.collectives.sum(torch.cat(local))
-    summed, logged, flat = flat.split([each.numel() for each in local])
+    summed, logged, flat, hashed = flat.split([each.numel() for each in local])
+    if checksums is not None:
+        checksums += hashed.tolist()
     summed = summed.reshape(losses.shape)
     means = dict(zip(names, (summed[:, 0] / summed[:, 1]).tolist(), strict=True))
     values = metrics.compute(flat, world)

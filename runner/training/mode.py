@@ -48,6 +48,10 @@ class Axes:
         """Return True on the first rank of each group of ranks that compute the same outputs of the same samples."""
         return rank >= self.servers and (rank - self.servers) % self.tensor == 0
 
+    def reads_first(self, rank: int) -> bool:
+        """Return True on the first of the ranks that read the same samples."""
+        return rank >= self.servers and (rank - self.servers) % (self.stage * self.tensor) == 0
+
     def data_rank(self, rank: int) -> int | None:
         """Return the number of the rank's data rank, below `data_ranks`; None for a server."""
         return None if rank < self.servers else (rank - self.servers) // (self.stage * self.tensor)

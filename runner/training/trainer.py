@@ -13,6 +13,7 @@ from runner.distributed.failures.signals import handling_signals, received
 from runner.distributed.world import World
 from runner.errors import Preempted
 from runner.input.batch import StepBatch
+from runner.input.checksum import NUM_STEPS
 from runner.input.sampler import count_steps
 from runner.objectives.objective import PassValues, begin_passes
 from runner.training.build import Experiment
@@ -38,6 +39,7 @@ class Trainer:
     stopped: bool = False  # a callback of any rank ended the run before the last step
     stops_as_finished: bool = False  # a callback that ended the run has stops_as="finished"
     stop_reason: str = ""  # on rank 0: that of the first rank whose callback ended the run
+    checksums: list[float] = field(default_factory=list)  # of this rank's samples, since the last logged step
     straggler: StragglerMeter = field(init=False)
     replay: Replay = field(init=False)
 
@@ -60,6 +62,8 @@ class Trainer:
         Raises Preempted after a signal to any rank, after the state is saved.
         """
         outcome: Outcome = "failed"
+        for loader in (self.experiment.train_loader, self.experiment.val_loader):
+            loader.checksum_steps = NUM_STEPS
         with handling_signals(), torch.autograd.set_detect_anomaly(self.config.debug):
             try:
                 self._start_vote()()  # a signal before the first step
@@ -111,8 +115,8 @@ class Trainer:
         self.straggler.begin_step()
         is_logged = (step + 1) % self.config.log_every == 0 or step + 1 == num_steps
         # Each step has its own random numbers, so that no state needs to be saved.
-        data_rank = self.experiment.axes.data_rank(self.world.rank)
-        self.experiment.recipe.draws.begin(self.config.seed, step, data_rank=data_rank)
+        axes = self.experiment.axes
+        self.experiment.recipe.draws.begin(self.config.seed, step, data_rank=axes.data_rank(self.world.rank))
 
         scheduled = self.experiment.schedule(step, num_steps, self.steps_per_epoch)
         objective, train_metrics = self.experiment.recipe.objective, self.experiment.train_metrics
@@ -131,12 +135,17 @@ class Trainer:
 
         logged = pass_values.sums(objective.value_names, self.world.device)
         self.straggler.end_step(batch.wait_s)
+        if batch.checksum is not None:
+            self.checksums.append(batch.checksum if axes.reads_first(self.world.rank) else 0.0)
         metrics: dict[str, float] = {}
+        checksums: list[float] = []
         if is_logged:
             local = torch.stack([*losses.values()])
             parts = [local.double(), logged.flatten(), self._measured(pass_values), self.straggler.work_s()]
+            parts.append(torch.tensor(self.checksums, dtype=torch.float64, device=local.device))
             summed = self.world.collectives.sum(torch.cat(parts))
-            totals, means, measured, sums = summed.split([part.numel() for part in parts])
+            totals, means, measured, sums, of_samples = summed.split([part.numel() for part in parts])
+            checksums, self.checksums = of_samples.tolist(), []
             metrics = with_total("train", dict(zip(losses, totals.to(local.dtype).tolist(), strict=True)))
             metrics |= logged_means("train", objective, means)
             if train_metrics is not None:
@@ -151,7 +160,7 @@ class Trainer:
             metrics["train/grad_norm"] = math.hypot(*(norm or 0.0 for norm in norms.values())) if norms else math.nan
             metrics |= self.meter.measured() | self.straggler.measured(sums)
             metrics["perf/memory_mib"] = peak_memory_mib(self.world.device)
-        self.callbacks.call("after_step", Progress(self.state, metrics, updated=tuple(norms)))
+        self.callbacks.call("after_step", Progress(self.state, metrics, updated=tuple(norms), checksums=checksums))
 
     def _measured(self, values: PassValues) -> torch.Tensor:
         """Return the local sums of the metrics of the step; an empty tensor if they are not measured."""
@@ -173,7 +182,7 @@ class Trainer:
     def _evaluate(self) -> dict[str, float]:
         """Evaluate, and let callbacks stop the run. Return the metrics. All ranks must call it."""
         self.world.heartbeat.record(f"the evaluation after step {self.state.step}")
-        predictions = self.experiment.watch_predictions()
+        predictions, checksums = self.experiment.watch_predictions(), list[float]()
         with self.callbacks.evaluating():
             metrics = evaluate(
                 self.experiment,
@@ -182,8 +191,10 @@ class Trainer:
                 self.config.eval_batches,
                 predictions,
                 self._start_vote,
+                checksums,
             )
-        self.callbacks.call("after_evaluation", Progress(self.state, metrics, predictions))
+        self.experiment.val_loader.checksum_steps = 0  # each evaluation reads the same samples
+        self.callbacks.call("after_evaluation", Progress(self.state, metrics, predictions, checksums=checksums))
         self._callbacks_stop()
         self.meter.pause()
         return metrics

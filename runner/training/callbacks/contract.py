@@ -62,12 +62,15 @@ class Progress:
         metrics: Empty after a step without logging (`log_every`). perf/* and local gradient norms differ between ranks.
         predictions: Counted in an evaluation if a logger shows them.
         updated: After a step, the names of the objective's losses by which parameters were updated.
+        checksums: Of the samples (runner.input.checksum): one for each step since the last logged one, or for each
+            batch of the first evaluation. Empty after the first epoch.
     """
 
     state: TrainState
     metrics: Mapping[str, float] = field(default_factory=dict)
     predictions: Predictions | None = None
     updated: Sequence[str] = ()
+    checksums: Sequence[float] = ()
 
     @property
     def step(self) -> int:

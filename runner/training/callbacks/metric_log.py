@@ -6,6 +6,7 @@ from dataclasses import replace
 from runner.records.compared_runs import read_trial
 from runner.records.loggers.contract import Logger, RunOutcome
 from runner.records.run_directory import RunDirectory
+from runner.records.run_files import TRAIN_CHECKSUMS, VAL_CHECKSUMS
 from runner.records.settings import CONFIG
 from runner.training.callbacks.contract import Callback, Outcome, Progress, RunInfo
 from runner.training.throughput import ThroughputMeter
@@ -37,10 +38,10 @@ class MetricLog(Callback):
     def after_step(self, now: Progress) -> None:
         self._directory.record.step, self._directory.record.epoch = now.state.step, now.state.epoch
         if now.metrics:
-            self._log(now)
+            self._log(now, {TRAIN_CHECKSUMS: now.checksums})
 
     def after_evaluation(self, now: Progress) -> None:
-        self._log(now)
+        self._log(now, {VAL_CHECKSUMS: now.checksums})
         if now.predictions and self._directory.writes:
             self._logger.predictions(now.step, now.predictions)
 
@@ -50,8 +51,8 @@ class MetricLog(Callback):
         if self._is_open:
             self._logger.close(RunOutcome(outcome))
 
-    def _log(self, now: Progress) -> None:
+    def _log(self, now: Progress, lists: Mapping[str, Sequence[float]] | None = None) -> None:
         metrics = dict(now.metrics)
-        self._directory.log_metrics(now.step, now.epoch, metrics)
+        self._directory.log_metrics(now.step, now.epoch, metrics, lists or {})
         if self._directory.writes:
             self._logger.scalars(now.step, metrics)
