@@ -3,7 +3,7 @@
 import logging
 import socket
 import traceback
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -56,7 +56,10 @@ def run_job(request: Request, world: World) -> dict[str, float]:
     Return its metrics. Raise InputError (nothing was written), Preempted (a signal stopped it) or JobFailed.
     """
     with run_in_progress(), handling_signals(), copying_output(world.rank == 0):
-        if request.command.choices.get("parallel") == AUTO:
+        chooses_mode = request.command.choices.get("parallel") == AUTO
+        if chooses_mode or request.config.micro_batches == AUTO:
+            _run_once(request, world, checks_only=True)  # at once, because plans and measurements take long
+        if chooses_mode:
             from runner.jobs.mode_choice import choose_mode  # imported late, because other jobs do not need it
 
             request = choose_mode(_run_once, request, world)
@@ -65,10 +68,13 @@ def run_job(request: Request, world: World) -> dict[str, float]:
         return run_until_it_fits(_run_once, request, world)
 
 
-def _run_once(request: Request, world: World, may_double: bool | None = None) -> dict[str, float]:
+def _run_once(
+    request: Request, world: World, may_double: bool | None = None, checks_only: bool = False
+) -> dict[str, float]:
     """Run the job once. Raises as run_job does, and TooLarge if `may_double` and smaller micro-batches may fit.
 
-    `may_double` is None unless `micro_batches` was auto.
+    `may_double` is None unless `micro_batches` was auto. With `checks_only`, only refuse wrong input: nothing is
+    written, and there are no metrics.
 
     The exception refers to no frame, and so to no model: a live DDP module would outlast its group (see
     runner.distributed.process_group).
@@ -76,7 +82,7 @@ def _run_once(request: Request, world: World, may_double: bool | None = None) ->
     world.begin_job(as_backend(request.config.backend))
     raised: Exception
     try:
-        return _run(request, world, may_double)
+        return _check(request, world) if checks_only else _run(request, world, may_double)
     except (InputError, Preempted, JobFailed) as error:
         raised = error.with_traceback(None)
         raised.__context__ = raised.__cause__ = None
@@ -92,6 +98,15 @@ def _run_once(request: Request, world: World, may_double: bool | None = None) ->
     if isinstance(raised, JobFailed) and not isinstance(raised, TooLarge) and world.shutdown.takes_over_report():
         world.shutdown.report_late(str(raised))
     raise raised
+
+
+def _check(request: Request, world: World) -> dict[str, float]:
+    """Build the experiment, with one micro-batch for `auto`, and drop it. A crash is left to the job that follows."""
+    world.consensus.load_kept()
+    config = request.config
+    one = replace(config, micro_batches=1) if config.micro_batches == AUTO else config
+    _agree_on_input(replace(request, config=one), world)
+    return {}
 
 
 def _run(request: Request, world: World, may_double: bool | None) -> dict[str, float]:

@@ -5,7 +5,14 @@ from runner.training.mode import Parallel, ParallelModel, Recipe
 
 
 class Auto(Parallel):
-    """parallel=auto: the job replaces it by the fastest mode that fits, see runner.jobs.mode_choice."""
+    """parallel=auto: the job replaces it by the fastest mode that fits, see runner.jobs.mode_choice.
+
+    Before that, a job checks its input with this mode, which supports whatever any mode does.
+    """
+
+    is_placeholder = True
+    spans_devices = True
+    supported_objectives = "several_losses"
 
     def __init__(self, candidates: int = 3, memory_gib: float | None = None, device: str | None = None):
         if candidates < 1:

@@ -156,7 +156,7 @@ class Assembly:
         self.parallel = resolve(parallel, config, world.world_size)
         torch.manual_seed(config.seed)
         self._make_model: Callable[[], nn.Module] = functools.partial(make_group, choices, "model", config.model)
-        is_deferred = self.parallel.meta_init and may_defer
+        is_deferred = may_defer and (self.parallel.meta_init or self.parallel.is_placeholder)
         model = build_deferred(choices["model"], self._make_model) if is_deferred else BuiltModel(self._make_model())
         self._precision = Precision(config.precision, world.device)
         objective = make_objective(config.objective, config.loss, choices, self.parallel)

@@ -146,6 +146,8 @@ class Parallel(ABC):
         resolved_axes: The mesh, known after `at` and final after `fit`.
         needs_group: A process group is also needed in a world of one.
         meta_init: The model is built on the meta device; `prepare` calls `Recipe.materialize`.
+        is_placeholder: The mode is chosen later, and this one only checks the input. The model is built on the meta
+            device, because it may be too large for one rank.
         spans_devices: A model may be spread over several devices of one rank.
         needs_all_gradients: Each loss of a step must depend on all parameters that it trains.
         shards_matrices: An optimizer updates shards of matrices.
@@ -166,6 +168,7 @@ class Parallel(ABC):
     resolved_axes: Axes = Axes()
     needs_group: bool = False
     meta_init: bool = False
+    is_placeholder: bool = False
     spans_devices: bool = False
     needs_all_gradients: bool = False
     shards_matrices: bool = False

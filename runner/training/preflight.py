@@ -74,7 +74,7 @@ def run_dry(components: Components, recomputes: bool, compiles: bool, trains: bo
         found = _run_forward(components, recomputes)
         found.state = find_state(components)
         # Forward cannot write to the placeholder of a parameter, and modes that need placeholders refuse such a model.
-        if trains and not (found.state.parameters and components.parallel.meta_init):
+        if trains and not (found.state.parameters and components.model.deferred):
             found.needs_two = check_training(components)
         found.warnings, found.replaced = observe_draws(components, compiles, found.draws)
         found.warnings += compare_samples(components, found.draws)

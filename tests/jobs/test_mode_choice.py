@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from commands import Commands
 from parity import COMMON, EXPERIMENTS, assert_equal
@@ -116,6 +117,41 @@ def test_what_it_cannot_choose_for_is_refused(here: Callable[..., int], capsys: 
     }.items():
         assert here(*TOY, "parallel=auto", *words) == 2
         assert message in capsys.readouterr().err
+    assert not Path("outputs").exists()
+
+
+@pytest.mark.parametrize("auto", ["parallel=auto", "micro_batches=auto"])
+def test_wrong_input_is_refused_as_without_auto_before_anything_is_planned(
+    auto: str, here: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plan(*_: Any, **options: Any) -> None:
+        raise AssertionError("planned")
+
+    monkeypatch.setattr("runner.jobs.mode_choice.compose_modes", plan)
+    monkeypatch.setattr("runner.jobs.fit.plan_modes", plan)
+    torch.save({"weight": torch.zeros(3)}, "weights.pt")
+    Path("mine/callbacks").mkdir(parents=True)
+    Path("mine/picky.py").write_text(
+        "from runner import Callback\n\n\nclass Picky(Callback):\n    def __init__(self, rate: float = 0.0):\n"
+        "        raise ValueError(f'rate={rate} must be positive; try 0.1')\n"
+    )
+    Path("mine/callbacks/picky.yaml").write_text("picky: {_target_: picky.Picky, rate: 0.0}\n")
+    wrong = [
+        ["init_from.path=weights.pt"],
+        ["loss=mse"],
+        ["data=arrays"],
+        ["freeze=[nothing]"],
+        ["optimizer.groups=[{match: nothing, lr: 0.1}]"],
+        ["metrics=mae"],
+        ["callbacks=[picky]"],
+        ["monitor=val/nothing"],
+        ["precision=fp16"],
+    ]
+    for words in wrong:
+        assert here("--config-dir=mine", *words) == 2
+        expected = capsys.readouterr().err
+        assert here("--config-dir=mine", *words, auto) == 2
+        assert capsys.readouterr() == ("", expected)
     assert not Path("outputs").exists()
 
 
