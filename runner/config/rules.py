@@ -16,8 +16,8 @@ class AtLeast:
     words: tuple[str, ...] = ()
 
     def problem(self, key: str, value: Any) -> str | None:
-        """Return why the value of the key is not valid; None if it is valid or null."""
-        if value is None or self._includes(value):
+        """Return why the value of the key is not valid; None if it is valid, or null without `words`."""
+        if (value is None and not self.words) or self._includes(value):
             return None
         if self.words:
             return f"{key}={show(value)} must be {', '.join(self.words)} or n of at least {self.least}"
@@ -29,7 +29,9 @@ class AtLeast:
         if self.words:
             return value in self.words or (type(value) is int and value >= self.least)
         numbers = value if isinstance(value, list) else [value]
-        return bool(numbers) and all(self.least <= each < math.inf for each in numbers)
+        return bool(numbers) and all(
+            isinstance(each, int | float) and self.least <= each < math.inf for each in numbers
+        )
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,13 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Optional
 
+import yaml
 from antlr4 import InputStream  # type: ignore[import-untyped]
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ValueType
 from hydra.errors import HydraException
 from hydra.grammar.gen.OverrideLexer import OverrideLexer
+from omegaconf import Container, OmegaConf
 
 from runner.config.diagnostics.signature import parameters_of
 from runner.config.diagnostics.type_hints import convert
@@ -93,6 +95,19 @@ def keep_text(override: str) -> str:
         if token.type in _CONVERTED and before in _BEFORE and after in _AFTER:
             value = f"{value[: token.start]}{quote(token.text)}{value[token.stop + 1 :]}"
     return f"{key}{equals}{value}"
+
+
+def keep_text_of_file(node: yaml.MappingNode, config: Container, section: str = "") -> None:
+    """Set the keys of type text to what was written in the file of the node, from which the configuration was read.
+
+    YAML has converted `name: 1e5` to 100000.0.
+    """
+    for name, value in node.value:
+        key = f"{section}{name.value}"
+        if key in SECTIONS and isinstance(value, yaml.MappingNode):
+            keep_text_of_file(value, config, f"{key}.")
+        elif key in _TEXT_KEYS and isinstance(value, yaml.ScalarNode) and not value.tag.endswith(":null"):
+            OmegaConf.update(config, key, value.value)
 
 
 def _parse(key: str, text: str) -> Any:

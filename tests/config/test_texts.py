@@ -67,9 +67,22 @@ def test_options_are_converted_to_the_types_of_their_constructors(monkeypatch: p
     assert config.data["num_outputs"] == config.model["num_outputs"] == 2
 
 
+def test_references_to_values_of_another_type_become_text() -> None:
+    config, _ = configure("name=${seed}", "outputs=${optimizer.lr}", "init_from.path=${compile}", "seed=7")
+    assert (config.name, config.outputs, config.init_from.path) == ("7", "0.05", "False")
+
+
 @pytest.mark.parametrize(
     ("word", "message"),
     [
+        ("plan=${seed}", r"plan=\$\{seed\}: Merge error: int is not a subclass of Planning"),
+        ("ema=${freeze}", r"ema=\$\{freeze\}: Merge error: list is not a subclass of Averaging"),
+        ("freeze=${model}", r"freeze=\$\{model\}: Cannot merge DictConfig with ListConfig"),
+        ("name=${model}", r"name=\$\{model\}: Cannot convert 'DictConfig' to string"),
+        ("outputs=${max_steps}", r"outputs=\$\{max_steps\}: Incompatible value 'None' for field of type 'str'"),
+        ("micro_batches=${max_steps}", "micro_batches=null must be auto or n of at least 1"),
+        ("activation_checkpointing=null", "activation_checkpointing=null must be none, full or n of at least 1"),
+        ("plan.world_sizes=[[1]]", r"plan.world_sizes=\[\[1\]\] must list numbers of at least 1"),
         ("seed=${oc.env:WORD}", r"seed=\$\{oc.env:WORD\}: Value 'x' of type 'str' could not be converted to Integer"),
         ("ema.decay=${oc.env:WORD}", r"ema.decay=\$\{oc.env:WORD\}: Value 'x' of type 'str' could not be converted to"),
         ("micro_batches=${oc.env:WORD}", "micro_batches=x must be auto or n of at least 1"),

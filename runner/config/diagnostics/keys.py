@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationKeyError, OmegaConfBaseException
 
 from runner.config.custom_dirs import option_file
-from runner.config.schema import GROUPS, KEYS
+from runner.config.schema import GROUPS, KEYS, Config
 from runner.errors import nearest
 from runner.records.settings import dotted
 
@@ -41,7 +41,7 @@ def value_problem(
     cfg: DictConfig, error: OmegaConfBaseException, overrides: Sequence[str], choices: Mapping[str, str]
 ) -> str:
     """Return one line on a key that nothing reads, a value of a wrong type, or a reference that cannot be resolved."""
-    key, reason, names = str(error.full_key or ""), one_line(error), key_names(cfg)
+    key, reason, names = str(error.full_key or "") or _unmerged_key(cfg), one_line(error), key_names(cfg)
     given = [line for line in overrides if within(key_of(line), key) or within(key, key_of(line))]
     if isinstance(error, (ConfigAttributeError, ConfigKeyError)) and not isinstance(error, InterpolationKeyError):
         others = [name for name in (*names, *KEYS) if not within(name, key)]
@@ -52,6 +52,18 @@ def value_problem(
     source = f" in {file}" if file and key not in map(key_of, overrides) else ""
     found = re.search(r"'([^']+)'", reason) if isinstance(error, InterpolationKeyError) else None
     return f"{key}={raw}{source}: {reason}{near_key(found[1], names) if found else ''}"
+
+
+def _unmerged_key(cfg: DictConfig) -> str:
+    """Return the first key whose value does not have the type of the schema; OmegaConf names no list and no section."""
+    for key in filter(KEYS.__contains__, map(str, cfg)):
+        try:
+            value = OmegaConf.select(cfg, key)
+            value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+            OmegaConf.merge(Config, {key: value})
+        except OmegaConfBaseException:
+            return key
+    return ""
 
 
 def one_line(error: BaseException) -> str:

@@ -13,7 +13,9 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
+from runner.config.custom_dirs import searched_dirs
 from runner.config.diagnostics.keys import key_of, key_problem, near_key, one_line, within
+from runner.config.diagnostics.option_files import ignored_file
 from runner.config.schema import GROUPS, KEYS, NAMED_GROUPS
 from runner.errors import did_you_mean
 
@@ -85,7 +87,8 @@ class _Explanation:
             cfg = self._loader.load_configuration("config", [*self._search_path, *chosen], RunMode.MULTIRUN)
         except Exception as error:  # besides its own exceptions, ValueError, and YAMLError for a broken file
             reason = _composition_problem(error)
-            about = [line for line in chosen if len(chosen) == 1 or chosen[line].key_or_group in reason]
+            about = [line for line, each in chosen.items() if f"/{each.key_or_group}/{each.value()}." in reason]
+            about += [line for line in chosen if len(chosen) == 1 or chosen[line].key_or_group in reason]
             problems |= {line: reason for line in about[:1]}
         else:
             problems |= {line: key_problem(cfg, override, self._groups()) for line, override in keys.items()}
@@ -124,6 +127,8 @@ class _Explanation:
                 continue
             options = self._options(group)
             what = f"no such {group.rpartition('/')[2]}"
+            if ignored := ignored_file(searched_dirs(), f"{directory}/{option}"):
+                return ignored
             if elsewhere := self._choose(str(name)):
                 return f"{what}; did you mean {elsewhere}?"
             return f"{what}{did_you_mean('none' if name is None else str(name), options)}"
