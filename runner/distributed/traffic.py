@@ -5,6 +5,7 @@ from collections import Counter
 from typing import Any, Self
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -51,6 +52,8 @@ class CommunicationCounter(TorchDispatchMode):
         _entered.remove(self)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # it calls this mode again, with the local tensors and its own collectives
         result = function(*args, **(kwargs or {}))
         if "c10d" in function.namespace and (kind := _kind(function.__name__)):
             schema = [argument.name for argument in function._schema.arguments]

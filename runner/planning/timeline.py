@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from runner.distributed.traffic import CommunicationCounter
@@ -71,11 +70,10 @@ class Timeline(CommunicationCounter):
         self.events: list[Counter[Operator] | Message] = [Counter()]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # it calls this mode again, with the local tensors
         if function is DEVICE_QUERY:
             return args[0].fake_device
-        result = super().__torch_dispatch__(function, types, args, kwargs)
+        if (result := super().__torch_dispatch__(function, types, args, kwargs)) is NotImplemented:
+            return result
         if "c10d" not in function.namespace:
             operators = self.events[-1]
             assert isinstance(operators, Counter)
