@@ -1,5 +1,6 @@
 """The times of operators and messages: measured on this machine, or estimated from the data sheet of another device."""
 
+import functools
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from runner.records.run_record import find_run
 
 THIS = "this"  # this machine: the data sheet of its GPU, or else that of its CPU
 MIN_S, MAX_REPEATS = 2e-3, 50  # an operator is timed for MIN_S seconds, but at most MAX_REPEATS times
+NUM_COPIED = 2**20  # the random numbers that fill the inputs of measured operators
 KERNEL_S = 2e-6  # the shortest estimate, about the time of an empty kernel on a GPU
 REACHED = 0.75  # the fraction of a data sheet's rates that operators reach, measured on an H100
 UNKNOWN_GPU = "a100"
@@ -127,7 +129,7 @@ class Costs:
         cores = len(allowed_cores())
         self._threads = threads or max(1, cores // world_size)
         self._contention = max(1.0, world_size / cores) if device.is_measured else 1.0
-        self._known: dict[Operator, float] = {}
+        self._known: dict[tuple[Any, ...], float] = {}  # by what the time depends on
 
     @property
     def on_gpu(self) -> bool:
@@ -144,10 +146,14 @@ class Costs:
         return seconds + start_s * self._contention if self._device.is_measured else max(seconds, start_s)
 
     def operator(self, operator: Operator) -> float:
-        if operator not in self._known:
+        key: tuple[Any, ...] = (operator.function,)
+        # The place of a view, the name of a range in a profile, and the factors of an optimizer change no time.
+        if not (_is_view(operator.function) or operator.function.namespace == "profiler"):
+            key += (operator.outputs, *(leaf for leaf in operator.leaves if not isinstance(leaf, float)))
+        if key not in self._known:
             estimate = self._measure if self._device.is_measured else self._estimate
-            self._known[operator] = estimate(operator) * self._contention
-        return self._known[operator]
+            self._known[key] = estimate(operator) * self._contention
+        return self._known[key]
 
     def message(self, message: Message) -> float:
         """Return the time of a message, or of a collective from the moment at which all its ranks have started it.
@@ -168,7 +174,8 @@ class Costs:
         num_threads = torch.get_num_threads()
         torch.set_num_threads(self._threads)
         try:
-            args, kwargs = operator.arguments(_create_tensor)
+            # A view reads no values, and the memory of a tensor that nothing writes or reads costs nothing.
+            args, kwargs = operator.arguments(_empty if _is_view(operator.function) else _create_tensor)
             times = list[float]()
             with torch.no_grad():
                 operator.function(*args, **kwargs)
@@ -200,12 +207,30 @@ class Costs:
         return max(seconds, KERNEL_S)
 
 
+def _empty(shape: Shape) -> torch.Tensor:
+    return torch.empty_strided(shape.size, shape.stride, dtype=shape.dtype)
+
+
 def _create_tensor(shape: Shape) -> torch.Tensor:
     """Return a tensor whose values most operators accept: positive floats; zeros if integers or expanded."""
-    tensor = torch.empty_strided(shape.size, shape.stride, dtype=shape.dtype)
-    if 0 in shape.stride or not shape.dtype.is_floating_point:
-        return tensor.zero_() if 0 not in shape.stride else torch.zeros((), dtype=shape.dtype).expand(shape.size)
-    return tensor.uniform_(0.1, 1.0)
+    if 0 in shape.stride:
+        return torch.zeros((), dtype=shape.dtype).expand(shape.size)
+    tensor = _empty(shape)
+    if not shape.dtype.is_floating_point:
+        return tensor.zero_()
+    flat, block = (
+        tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,)),
+        _numbers(shape.dtype),
+    )
+    for part in flat.split(len(block)):
+        part.copy_(block[: len(part)])
+    return tensor
+
+
+@functools.cache
+def _numbers(dtype: torch.dtype) -> torch.Tensor:
+    """Return positive numbers to copy, because drawing them takes fifty times as long."""
+    return torch.empty(NUM_COPIED, dtype=dtype).uniform_(0.1, 1.0)
 
 
 def _is_view(function: Any) -> bool:

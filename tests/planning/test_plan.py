@@ -22,12 +22,12 @@ from runner.errors import InputError
 from runner.input.datasets import load_data
 from runner.paths import CONF
 from runner.planning.cell import Cell, distinct_ranks, plan_cell
-from runner.planning.costs import Costs, load_device, with_measured_link
+from runner.planning.costs import Costs, _numbers, load_device, with_measured_link
 from runner.planning.imagined_rank import ModeConfig, RankPlan, plan_rank, without_forward
 from runner.planning.memory import KINDS, MemoryTracker
 from runner.planning.modes import plan_modes
 from runner.planning.simulation import simulate
-from runner.planning.timeline import Message
+from runner.planning.timeline import Message, Timeline
 from runner.tasks.plan import start_command
 from runner.training.build import build
 from runner.training.callbacks.contract import Callbacks
@@ -71,6 +71,7 @@ def bytes_of(metrics: dict[str, float]) -> dict[str, float]:
     ("model", "num_ranks"),
     [
         pytest.param(MLP, 2, id="mlp-2"),
+        pytest.param((*MLP, "clip_grad_norm=1"), 2, id="mlp-2-clipped"),
         pytest.param(MLP, 4, id="mlp-4", marks=pytest.mark.soak),
         pytest.param(WITH_BATCH_NORM, 2, id="convnet-2", marks=pytest.mark.soak),
         pytest.param(GPT, 2, id="gpt-2", marks=pytest.mark.thorough),
@@ -97,7 +98,9 @@ def test_the_average_over_three_steps_is_not_rounded_to_float32(tmp_path: Path) 
     "mesh", [("fsdp", "replicate=2"), ("mesh", "shard=2", "tensor=2"), ("mesh", "shard=2", "stage=2")]
 )
 def test_meshes_exchange_what_real_ranks_exchange(mesh: tuple[str, ...], tmp_path: Path) -> None:
-    check_bytes(tmp_path, 4, *GPT, f"parallel={mesh[0]}", *(f"parallel.{size}" for size in mesh[1:]))
+    for clipping in ((), ("clip_grad_norm=1",)):
+        folder = tmp_path / "-".join(["mesh", *clipping])
+        check_bytes(folder, 4, *GPT, f"parallel={mesh[0]}", *(f"parallel.{size}" for size in mesh[1:]), *clipping)
 
 
 def check_bytes(path: Path, num_ranks: int, *overrides: str) -> None:
@@ -260,6 +263,30 @@ def test_convolutions_on_gpus_use_tf32() -> None:
         counts = [event for event in events if isinstance(event, Counter)]
         times.append(sum(costs.operator(operator) for count in counts for operator in count))
     assert times[0] < times[1]
+
+
+def test_operators_are_measured_once_per_shape_with_numbers_that_are_drawn_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    costs, measured = Costs(load_device("this", [CONF]), 1), list[Any]()
+    measure = costs._measure
+    monkeypatch.setattr(costs, "_measure", lambda operator: (measured.append(operator), measure(operator))[1])
+    with Timeline() as timeline:
+        tensor = torch.ones(64, 4096)
+        for number in range(1, 5):
+            tensor[number].mul_(1 / number)  # of other rows, by other factors
+    (counts,) = timeline.events
+    draws = Counter[str]()
+    with monkeypatch.context() as patch:
+        uniform = torch.Tensor.uniform_
+        patch.setattr(
+            torch.Tensor, "uniform_", lambda self, *limits: (draws.update(["uniform"]), uniform(self, *limits))[1]
+        )
+        _numbers.cache_clear()
+        assert costs.operators(counts) > 0
+    names = [operator.function.__name__ for operator in measured]
+    assert names.count("select.int") == names.count("mul_.Tensor") == 1
+    assert draws == {"uniform": 1}
 
 
 def test_few_of_many_ranks_are_planned() -> None:
