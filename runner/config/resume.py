@@ -1,5 +1,6 @@
 """`resume=`, `fork=` and `run=`: the overrides of an earlier run or sweep, merged with those of the command line."""
 
+import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from runner.config.trust import check_trusted
 from runner.errors import InputError
 from runner.records.custom_code import find_code
 from runner.records.finding import check_is_record
-from runner.records.ledger import LEDGER, read_ledger, read_sweep
+from runner.records.ledger import LEDGER, is_sweep, read_ledger, read_sweep
 from runner.records.logged_numbers import check_comparable
 from runner.records.run_files import read_string_list
 from runner.records.run_record import find_run
@@ -40,6 +41,7 @@ LOCATIONS = (*POINTERS, "outputs", "name")
 # Recorded values do not apply to a new run: its command chooses where results are written.
 OF_RESULTS = ("outputs", "name", "export.output", "predict.output", "report.output")
 _FLAG = "--config-dir="
+OVER = "report.over"  # also a key of a sweep, for the table at its end
 
 
 @dataclass(frozen=True)
@@ -317,8 +319,16 @@ def _read_records(command: _Command, kind: str) -> Arguments:
             )
         check_comparable((paths["run"], paths["diff.other"]))
     kept = [override for override in command.given if override.key_or_group not in paths]
+    if kind != "run" and OVER not in values and is_sweep(paths["run"]):
+        kept += _averaged_over(paths["run"])
     overrides = [*_merge([], kept), *(pointer_to(path, key) for key, path in paths.items())]
     return Arguments(overrides, overrides, command.config_dirs)
+
+
+def _averaged_over(sweep: Path) -> list[Override]:
+    """Return the override of OVER that the sweep recorded, if it is a list of keys, with nothing to interpolate."""
+    recorded = [text for text in read_sweep(sweep).typed if re.fullmatch(rf"{re.escape(OVER)}=\[[\w.,]*\]", text)]
+    return OverridesParser.create().parse_overrides(recorded)
 
 
 def _with_environment(override: Override) -> str:

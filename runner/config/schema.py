@@ -138,6 +138,7 @@ class Config:
     epochs: Annotated[int, AtLeast(1)] = 10
     max_steps: Annotated[int | None, AtLeast(1)] = None
     val_fraction: Annotated[float | None, Between(0, 1, "0.1")] = None
+    val_fold: Annotated[int | None, AtLeast(0)] = None
     keep_samples: bool = False
     transform_targets: Annotated[Any, bool | Literal["auto"], OneOf(("auto", True, False))] = "auto"
     batch_size: Annotated[int, AtLeast(1)] = 64
@@ -207,8 +208,8 @@ FREE_ON_RESUME: tuple[str, ...] = (
 )
 # Keys that determine the model, the order of the data or a step. A resumed run refuses their changes.
 FIXED_ON_RESUME: tuple[str, ...] = (
-    *("seed", "model", "data", "val_fraction", "transforms", "transform_targets", "precision", "loss", "objective"),
-    *("freeze", "debug", "loader", "optimizer._target_"),
+    *("seed", "model", "data", "val_fraction", "val_fold", "transforms", "transform_targets", "precision", "loss"),
+    *("objective", "freeze", "debug", "loader", "optimizer._target_"),
 )
 # Groups that are mappings of names, and the noun for one entry in messages.
 NAMED_GROUPS = {"logger": "a logger", "transforms": "a transform", "metrics": "a metric", "callbacks": "a callback"}

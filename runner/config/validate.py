@@ -20,6 +20,7 @@ from runner.errors import near_hint
 AUTO = "auto"
 # Keys that have no effect without another key, and an example of the other key.
 _NEEDS = {
+    "val_fold": ("val_fraction", "val_fraction=0.2"),
     "init_from.map": ("init_from.path", "init_from.path=weights.pt"),
     "init_from.strict": ("init_from.path", "init_from.path=weights.pt"),
     "ema.warmup_steps": ("ema.decay", "ema.decay=0.999"),
@@ -154,6 +155,13 @@ def check_values(config: Config) -> list[str]:
         if (value := attrgetter(key)(config)) != attrgetter(key)(Config()) and not is_set:
             either = needed.replace("|", " or ")
             messages.append(f"{key}={show(value)} has no effect without {either}; add {example}, or leave it out")
+    if config.val_fold is not None and config.val_fraction:
+        num_folds = 1 / config.val_fraction
+        if not math.isclose(num_folds, round(num_folds), rel_tol=0.01) or config.val_fold >= round(num_folds):
+            messages.append(
+                f"val_fold={config.val_fold} must be below the number of folds, which must be whole and is "
+                f"1 / val_fraction = {num_folds:.4g}; for five folds set val_fraction=0.2"
+            )
     if config.loss_spike is not None and config.on_nonfinite == "go_on":
         messages.append(
             f"loss_spike={config.loss_spike:g} has no effect with on_nonfinite=go_on; try on_nonfinite=skip"

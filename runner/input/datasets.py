@@ -37,7 +37,7 @@ def load_data(config: Config, choices: Mapping[str, str], world: World) -> tuple
     """
 
     def load(options: Mapping[str, Any]) -> tuple[Source, Source]:
-        splits = _Splits(config.data, choices, options, config.val_fraction, config.seed)
+        splits = _Splits(config.data, choices, options, config.val_fraction, config.seed, config.val_fold)
         train = splits.load("train")
         return train, train if config.split == "train" else splits.load(config.split)
 
@@ -96,7 +96,7 @@ def load_split(config: Config, choices: Mapping[str, str], world: World, split: 
     """Return one split: train, val or test. See `load_data`."""
 
     def load(options: Mapping[str, Any]) -> Source:
-        return _Splits(config.data, choices, options, config.val_fraction, config.seed).load(split)
+        return _Splits(config.data, choices, options, config.val_fraction, config.seed, config.val_fold).load(split)
 
     return _load_or_download(config.data, world, load)
 
@@ -139,6 +139,7 @@ class _Splits:
         options: Mapping[str, Any],
         val_fraction: float | None,
         seed: int,
+        val_fold: int | None,
     ):
         target = node["_target_"]
         shapes = ("sample_shape", "num_outputs")  # models refer to these keys; a dataset may accept them too
@@ -151,7 +152,7 @@ class _Splits:
             "split": literals(target, "split") or SPLITS,
             None: ("train",),
         }[self._option]
-        self._fraction, self._seed = val_fraction, seed
+        self._fraction, self._seed, self._fold = val_fraction, seed, val_fold
         self._whole: Source | None = None  # the dataset's training split, including validation samples
 
     def load(self, split: str) -> Source:
@@ -213,7 +214,10 @@ class _Splits:
             )
         generator = torch.Generator().manual_seed(derive_seed(self._seed, _SPLIT_KEY))
         order = torch.randperm(num_samples, generator=generator)
-        rows = order[:num_val] if split == "val" else order[num_val:]
+        first, last = 0, num_val
+        if self._fold is not None:  # sizes of folds differ by at most one sample
+            first, last = (num_samples * number // round(1 / fraction) for number in (self._fold, self._fold + 1))
+        rows = order[first:last] if split == "val" else torch.cat([order[:first], order[last:]])
         return replace(self._whole, rows=rows.sort().values)  # sorted, so that files are read sequentially
 
     def _has_validation(self) -> bool:

@@ -8,7 +8,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from runner.config.compose import compose
-from runner.config.resume import Arguments
+from runner.config.resume import OVER, Arguments
 from runner.config.texts import typed_options
 from runner.distributed.environment import RankInfo
 from runner.errors import InputError, JobFailed, Preempted, print_messages, quantity
@@ -48,9 +48,14 @@ def run_sweep(
             f"{rank_info.rank} of {rank_info.world_size}; use only one of the two"
         )
     record = SweepRecord(list(arguments.recorded), list(arguments.config_dirs), list(command), {})
-    swept_overrides = [text for text in arguments.overrides if not text.lstrip("+~").startswith(("hydra.", "hydra/"))]
+    of_sweep = ["hydra.", "hydra/"]
+    if base.hydra.runtime.choices.task != "report":
+        of_sweep.append(f"{OVER}=")  # of the table at the end
+    swept_overrides = [text for text in arguments.overrides if not text.lstrip("+~").startswith(tuple(of_sweep))]
     backend = typed_options(OmegaConf.to_container(base.backend, resolve=True))
-    sweep = Sweep(rank_info, arguments, record, arguments.directory, backend, swept_overrides, on_composed=on_composed)
+    over = list(map(str, base.report.over))
+    directory = arguments.directory
+    sweep = Sweep(rank_info, arguments, record, directory, backend, swept_overrides, over, on_composed=on_composed)
     try:
         hydra.multirun("config", sweep, first, with_log_configuration=False)
         return None if sweep.dry_run else sweep.directory, _finish(sweep)
@@ -89,7 +94,7 @@ def _finish(sweep: Sweep) -> int:
     if is_waiting:
         print(f"\n`python -m runner task=report run={sweep.directory}` shows the state of the jobs", flush=True)
         return 0
-    is_incomplete = sweep.broadcast("summary", lambda: print_summary(Path(str(sweep.directory))))
+    is_incomplete = sweep.broadcast("summary", lambda: print_summary(Path(str(sweep.directory)), sweep.over))
     if sweep.rank_info.world_size > 1:
         sweep.join().shutdown.close()
     return 1 if is_incomplete else 0
@@ -105,12 +110,12 @@ def _describe_lost(sweep: Sweep) -> str:
     return f"{path / LEDGER} has lost {quantity(len(lost), 'job')} of the sweep, such as {lost[0]}" if lost else ""
 
 
-def print_summary(directory: Path) -> bool:
-    """Print the outcome of the jobs. Return True if any is not finished or pruned."""
+def print_summary(directory: Path, over: Sequence[str] = ("seed",)) -> bool:
+    """Print the outcome of the jobs, with means over these keys. Return True if any is not finished or pruned."""
     jobs = read_jobs(directory, "run", read_jobs_and_queues)
     known = {name for job in jobs for name in job.measured}
     print(f"\n{job_table(jobs, main_metrics(monitors_of(jobs), known)[:MAX_METRICS])}\n", flush=True)
-    if report := closing(jobs):
+    if report := closing(jobs, over):
         print(f"{report}\n", flush=True)
     for job in jobs:
         if job.state == "failed":

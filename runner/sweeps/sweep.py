@@ -10,15 +10,16 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, read_write
 
 from runner.config.custom_dirs import add_to_path
+from runner.config.diagnostics.type_hints import show
 from runner.config.pointers import pointer_to
 from runner.config.recorded_code import importing_code_of
 from runner.config.request import Request
-from runner.config.resume import Arguments
+from runner.config.resume import OVER, Arguments
 from runner.config.schema import Config
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.failures.signals import forget_signal, received
-from runner.errors import InputError, JobFailed, Preempted, as_input_error, print_messages
+from runner.errors import InputError, JobFailed, Preempted, as_input_error, did_you_mean, print_messages
 from runner.records import ledger
 from runner.records.ledger import JobRecord, SweepRecord, is_stop_requested, job_of, read_ledger
 from runner.records.run_directory import Command, Destination, new_directory
@@ -39,6 +40,7 @@ class Sweep:
         given: The arguments of the command.
         directory: The directory of the sweep; None until a new one is created.
         arguments: The overrides of the sweep, with several values for some keys, but without those of Hydra.
+        over: The keys over which the table at the end averages.
         jobs: The remaining jobs, in the order in which they run; Hydra's job.num is an index of this list.
         queues: True if the jobs are for a queue; `queued` are submitted together, or only printed if `dry_run`.
         is_new: True if this process has created the directory.
@@ -52,6 +54,7 @@ class Sweep:
     directory: str | None
     backend: dict[str, Any]
     arguments: list[str]
+    over: list[str] = field(default_factory=lambda: ["seed"])
     jobs: list[JobRecord] = field(default_factory=list)
     queues: bool = False
     queued: list[tuple[JobRecord, Request]] = field(default_factory=list)
@@ -79,6 +82,9 @@ class Sweep:
         """
         for job in jobs:  # an unknown key or option is refused before torch is imported for the values
             composer.load(job)
+        if unknown := [key for key in self.over if key not in (*swept, "seed")]:
+            hint = did_you_mean(unknown[0], swept)
+            raise InputError(f"{OVER}={show(self.over)}: the jobs do not differ in {unknown[0]}{hint}")
         composed = [composer.compose(job) for job in jobs]
         self.on_composed()
         configs = [config for config, _ in composed]

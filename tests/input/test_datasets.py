@@ -163,6 +163,14 @@ def test_a_split_is_loaded_by_name(kind: type) -> None:
     assert lengths(Listed, split="test") == (30, 7)  # no validation split is needed
 
 
+def test_each_sample_is_validated_in_one_fold() -> None:
+    folds = [load_data(of(Plain, val_fraction=0.33, val_fold=fold, seed=1), {}, WORLD) for fold in range(3)]
+    parts = [(train.rows.tolist(), val.rows.tolist()) for train, val in folds]
+    assert sorted(row for _, val in parts for row in val) == list(range(50))
+    assert [len(val) for _, val in parts] == [16, 17, 17]
+    assert all(sorted(train + val) == list(range(50)) for train, val in parts)
+
+
 @pytest.mark.parametrize("kind", [Plain, Batched])
 def test_validation_samples_are_drawn_from_the_training_split(kind: type) -> None:
     parts = load_data(of(kind, val_fraction=0.3, seed=1), {}, WORLD)

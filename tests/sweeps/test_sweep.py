@@ -346,6 +346,37 @@ def test_the_joblib_launcher_runs_the_same_jobs(commands: Commands, custom: Path
     assert "2 of 4 jobs finished" in done.stdout
 
 
+def test_cross_validation_ends_with_means_over_the_folds(
+    here: Here, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = "".join(f"{number % 7},{number % 5},{number % 2}\n" for number in range(10))
+    (tmp_path / "table.csv").write_text(f"a,b,label\n{lines}")
+    data = ("model=linear", "data=table", "data.files.train=table.csv", "data.sample_shape=[2]", "data.num_outputs=2")
+    folds = ("val_fraction=0.33", "val_fold=range(3)", "optimizer.lr=0.1,0.2", "report.over=[val_fold]")
+    assert here("-m", *data, *TOY[2:], *folds) == 0
+    table = capsys.readouterr().out.partition("optimizer.lr")[2]
+    assert table.count("±") >= 4 and "over 3 runs that differ in val_fold" in table
+    assert here("task=report", "run=last") == 0
+    assert "over 3 runs that differ in val_fold" in capsys.readouterr().out
+    jobs = [job for job in jobs_of(tmp_path) if "optimizer.lr=0.1" in job.overrides]
+    assert here("-m", "name=folds", "task=predict", f"run={','.join(str(job.directory) for job in jobs)}") == 0
+    files = list((tmp_path / "outputs" / "folds").glob("sweep-*/*/predictions.csv"))
+    rows = [row.split(",")[0] for file in files for row in file.read_text().splitlines()[1:]]
+    assert sorted(map(int, rows)) == list(range(10))
+    capsys.readouterr()
+    fifth, no_effect = ("val_fraction=0.2",), "no effect without task=report"
+    for words, message in {
+        (*fifth, "report.over=[val_flod]"): "the jobs do not differ in val_flod; did you mean val_fold",
+        (*fifth, "report.metric=val/loss"): f"report.metric: {no_effect}",
+        (
+            "val_fraction=0.4",
+        ): "val_fold=0 must be below the number of folds, which must be whole and is 1 / val_fraction",
+        (): "val_fold=0 has no effect without val_fraction; add val_fraction=0.2",
+    }.items():
+        assert here("-m", *data, *TOY[2:], "val_fold=0,1", *words) == 2
+        assert message in capsys.readouterr().err
+
+
 def test_slots_are_refused_inside_a_world(
     here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

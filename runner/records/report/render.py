@@ -7,7 +7,7 @@ from typing import Any
 
 from runner.errors import printable
 from runner.records.attempts import error_line
-from runner.records.compared_runs import finished_runs
+from runner.records.compared_runs import finished_runs, varied_keys
 from runner.records.monitor import LOSS, evaluation_metrics
 from runner.records.report.statistics import Mean, ReportRow, Summary, summarize
 from runner.records.run_record import RunRecord
@@ -91,11 +91,15 @@ def holes(report: Summary) -> list[str]:
     return [f"{len(report.missing)} missing of the grid: {shown}", f"  {command}"]
 
 
-def closing(jobs: list[RunRecord]) -> str:
-    """Return the comparison of a sweep's finished jobs, to print below its table of jobs; empty for fewer than two."""
+def closing(jobs: list[RunRecord], over: Sequence[str] = ("seed",)) -> str:
+    """Return the comparison of a sweep's finished jobs, to print below its table of jobs; empty for fewer than two.
+
+    over: as for `summarize`; keys that do not vary are ignored.
+    """
     if len(finished_runs(jobs)) < 2:
         return ""
-    report = summarize(jobs)
+    varied = varied_keys(jobs)
+    report = summarize(jobs, over=[key for key in over if key in varied] or ["seed"])
     return as_text(dataclasses.replace(report, jobs=report.finished, rows=[row for row in report.rows if row.means]))
 
 
