@@ -147,7 +147,7 @@ def _wait_for_all(store: dist.Store, rank_info: RankInfo, timeout_s: float) -> R
     if rank_info.rank == 0:
         ranks = [str(rank) for rank in range(size)]
         # In a shell of `srun -n2 --pty bash`, nothing runs the command as the other task.
-        task = ", each of which is a task of srun that must run this command" if rank_info.source == "srun" else ""
+        task = " (each task of srun must run this command)" if rank_info.source == "srun" else ""
         wait = _Wait(timeout_s, lambda: f"{name_ranks(missing())} of {size}{task}")
         late = [] if _poll(partial(arrivals.check, ranks), wait, world) else missing()
         # One operation for all hosts, so that the number of operations does not grow with the number of ranks.
