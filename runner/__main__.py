@@ -3,11 +3,13 @@
 import atexit
 import contextlib
 import os
+import signal
 import sys
 
 
 def main() -> int:
     """Handle signals, run the command of sys.argv, and return the exit status."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would print a traceback during the next import
     from runner.distributed.failures.signals import install_handlers
     from runner.jobs.process_tuning import begin_imports
     from runner.process.standard_streams import open_streams

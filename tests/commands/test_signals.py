@@ -294,10 +294,13 @@ def test_a_signal_at_any_moment_of_the_start_ends_all_processes(
         wait_until(lambda process=process: commands.living(process) == [])
         slowest_s = max(slowest_s, time.monotonic() - sent_at)
         output = f"{number.name} to {receiver}, status {done.returncode}\n{done.stdout}{done.stderr}"
-        assert "SIGKILL" not in output and "/runner/" not in done.stderr, output  # no traceback of the runner
-        if way == "spawn":  # without a handler, Python ends with the signal itself
-            assert done.returncode in (143, 130, -number), output
-            assert done.returncode == -number or done.stderr == "", output
+        assert "SIGKILL" not in output, output
+        if "KeyboardInterrupt" in done.stderr:  # Python, or torchrun, had not reached the first line of the runner
+            continue
+        assert "/runner/" not in done.stderr, output  # no traceback
+        if way == "spawn":
+            assert done.returncode in (143, -number), output
+            assert done.stderr == "", output
     record_property("injected", times)
     record_property("slowest_s", round(slowest_s, 1))
 
