@@ -39,8 +39,9 @@ class TorchSchedule:
         count = step // steps_per_epoch if self._per_epoch else step
         if count < self._count:
             self._start()
+        if self._count == 0 < count:
+            self._optimizer.step()  # otherwise the scheduler warns that it is stepped first
         while self._count < count:
-            self._optimizer.step()  # the scheduler warns if it is stepped first
             self.scheduler.step()
             self._count += 1
         pairs = zip(self._optimizer.param_groups, self._groups, strict=True)
