@@ -135,8 +135,9 @@ class Trainer:
 
         logged = pass_values.sums(objective.value_names, self.world.device)
         self.straggler.end_step(batch.wait_s)
-        if batch.checksum is not None:
-            self.checksums.append(batch.checksum if axes.reads_first(self.world.rank) else 0.0)
+        if batch.checksum is not None or self.checksums:  # the list ends with the value of the logged step
+            checksum = math.nan if batch.checksum is None else batch.checksum
+            self.checksums.append(checksum if axes.reads_first(self.world.rank) else 0.0)
         metrics: dict[str, float] = {}
         checksums: list[float] = []
         if is_logged:
