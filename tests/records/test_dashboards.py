@@ -8,6 +8,8 @@ import pytest
 from dashboards import read_mlflow, read_trackio
 from worlds import run
 
+from runner.records.run_files import read_metrics
+
 SMALL = ("model=mlp", "model.hidden=[4]", "data.sample_shape=[1,8,8]", "batch_size=200", "name=small")
 METRICS = ("metrics=f1", "metrics.f1.per_class=true", "checkpoint.every_steps=3", "eval_every_steps=4")
 
@@ -50,7 +52,7 @@ def test_a_resumed_run_is_one_run_with_each_point_once(option: str, loggers: lis
     assert (stored.name, stored.project) == (path.name, "small")
 
     expected: dict[str, dict[int, float]] = {}
-    for line in map(json.loads, (path / "metrics.jsonl").read_text().splitlines()):
+    for line in read_metrics(path):
         for name in line.keys() - {"step", "epoch"}:
             expected.setdefault(name, {})[line["step"]] = line[name]
     assert {"train/loss", "val/f1/class_0", "val/loss"} < expected.keys() == stored.points.keys()

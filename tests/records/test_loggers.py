@@ -21,7 +21,7 @@ from runner.records.loggers.contract import RunOutcome
 from runner.records.loggers.dashboard import History, logged_metrics
 from runner.records.loggers.mlflow import valid_name
 from runner.records.loggers.wandb import WandB
-from runner.records.run_files import METRICS
+from runner.records.run_files import METRICS, read_metrics
 
 SMALL = ("model=toy", "data=toy", "batch_size=256", "backend=gloo")  # 4 steps an epoch
 FILES = {
@@ -104,7 +104,7 @@ def test_the_csv_table_is_exact_after_a_kill(mine: Path) -> None:
     run(mine / "outputs", 1, f"resume='{path}'")
     rows = read_table(path)
     assert rows[:6] == killed[:6] and [row["step"] for row in rows if row["train/loss"]] == ALL_STEPS
-    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    lines = [dict(line) for line in read_metrics(path)]
     assert [{key: float(value) for key, value in row.items() if value} for row in rows] == [
         {key: value for key, value in line.items() if key != "epoch"} for line in lines
     ]
