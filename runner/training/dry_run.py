@@ -87,6 +87,7 @@ def check_training(components: Components) -> bool:
             micro_batch = components.samples.batch([0] * count)
             data = micro_batch.data
             with restoring_state(module, objective), CountValues() as values:
+                module.train()  # which may leave layers in evaluation mode, unlike the constructor
                 probe(module, _train, components.choices, objective, micro_batch)
             return bool(values.fewest == count)
         except InputError as error:

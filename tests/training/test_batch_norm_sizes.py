@@ -23,8 +23,7 @@ FILES = {
             def __init__(self, sample_shape: list[int], num_outputs: int, tracks: bool = True, freezes: bool = False):
                 norm = nn.BatchNorm1d(6, track_running_stats=tracks)
                 super().__init__(nn.Flatten(), nn.Linear(prod(sample_shape), 6), norm, nn.Linear(6, num_outputs))
-                self.freezes = freezes
-                self.train()
+                self.freezes = freezes  # only once train() is called, as in a loop
 
             def train(self, mode: bool = True):
                 super().train(mode)
