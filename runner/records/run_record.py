@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from runner.errors import InputError
 from runner.records.monitor import Monitor, recorded_monitor
+from runner.records.output import FailSafeStream
 from runner.records.run_files import (
     LOG,
     dumps,
@@ -240,8 +241,7 @@ def report_failure(directory: Path, text: str) -> None:
 
     The files are not changed if they already contain the outcome of the run.
     """
-    with suppress(OSError):  # stderr may be closed
-        print(f"error: {text.rstrip()}", file=sys.stderr, flush=True)
+    print(f"error: {text.rstrip()}", file=FailSafeStream(sys.stderr), flush=True)
     run = find_run(directory)
     if run.state != RUNNING:
         return

@@ -62,8 +62,9 @@ class Trainer:
         Raises Preempted after a signal to any rank, after the state is saved.
         """
         outcome: Outcome = "failed"
-        for loader in (self.experiment.train_loader, self.experiment.val_loader):
-            loader.checksum_steps = NUM_STEPS
+        self.experiment.train_loader.checksum_steps = NUM_STEPS
+        # Each evaluation reads the same samples, so that those of the first one suffice.
+        self.experiment.val_loader.checksum_steps = 0 if run.evaluations else NUM_STEPS
         with handling_signals(), torch.autograd.set_detect_anomaly(self.config.debug):
             try:
                 self._start_vote()()  # a signal before the first step
@@ -194,7 +195,7 @@ class Trainer:
                 self._start_vote,
                 checksums,
             )
-        self.experiment.val_loader.checksum_steps = 0  # each evaluation reads the same samples
+        self.experiment.val_loader.checksum_steps = 0
         self.callbacks.call("after_evaluation", Progress(self.state, metrics, predictions, checksums=checksums))
         self._callbacks_stop()
         self.meter.pause()

@@ -20,18 +20,18 @@ from runner.training.trainer import Trainer
 LOGGED = (*OVERRIDES, "log_every=1", "checkpoint.every_epochs=9", "checkpoint.keep=99")
 DDP = (*LOGGED, "parallel=ddp")
 OFTEN, RARELY = ("checkpoint.every_steps=2",), ("checkpoint.every_steps=20",)
-FEW = (*OFTEN, "checkpoint.keep=3")  # which do not fill the disk
+FEW = (*OFTEN, "checkpoint.keep=3", "log_every=5")  # neither fills the disk, and no line is due before a checkpoint
 CHECKPOINT = "checkpoint {}/checkpoints/step_"  # the beginning of the error
 RANKS = {"none": 1, "dp": 1}
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
-    """Return the uninterrupted run in a mode."""
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
+    """Return the uninterrupted run in a mode, with these overrides."""
 
     @functools.cache
-    def of(mode: str) -> Run:
-        return run(tmp_path_factory.mktemp(mode), RANKS.get(mode, 2), *LOGGED, *OFTEN, f"parallel={mode}")
+    def of(mode: str, *words: str) -> Run:
+        return run(tmp_path_factory.mktemp(mode), RANKS.get(mode, 2), *LOGGED, *words, f"parallel={mode}")
 
     return of
 
@@ -96,7 +96,7 @@ def test_a_full_disk_fails_the_run_which_resumes_when_there_is_space(
     every: tuple[str, ...],
     act: Callable[[Trainer, Any], None],
     what: str,
-    whole: Callable[[str], Run],
+    whole: Callable[..., Run],
     disk: Path,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
@@ -113,7 +113,7 @@ def test_a_full_disk_fails_the_run_which_resumes_when_there_is_space(
     assert checkpoints[-1] == "step_20" if act is fill else len(checkpoints) > 2
     assert not list(full.path.rglob("*.tmp"))
     assert mount("-o", "remount,size=64m", disk).returncode == 0
-    assert_same(run(tmp_path, num_ranks, f"resume={full.path}"), whole(mode))
+    assert_same(run(tmp_path, num_ranks, f"resume={full.path}"), whole(mode, *every))
 
 
 @pytest.mark.thorough
