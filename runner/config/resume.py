@@ -327,7 +327,11 @@ def _read_records(command: _Command, kind: str) -> Arguments:
 
 def _averaged_over(sweep: Path) -> list[Override]:
     """Return the override of OVER that the sweep recorded, if it is a list of keys, with nothing to interpolate."""
-    recorded = [text for text in read_sweep(sweep).typed if re.fullmatch(rf"{re.escape(OVER)}=\[[\w.,]*\]", text)]
+    try:
+        typed = read_sweep(sweep).typed
+    except InputError:  # a ledger without a line for the sweep still has jobs
+        return []
+    recorded = [text for text in typed if re.fullmatch(rf"{re.escape(OVER)}=\[[\w.,]*\]", text)]
     return OverridesParser.create().parse_overrides(recorded)
 
 

@@ -166,20 +166,21 @@ class Net(torch.nn.Module):
         return self.last(features + self.shift * features.roll(1, 0) if self.training else features)
 
 
-NET = (*DIGITS, "model._target_=test_objective_values.Net", "model.dropout=0.5")
+NORM = ("model.dropout=0.5", "model.batch_norm=true", "batch_size=360")  # a single sample would be refused
+NET = (*DIGITS, "batch_size=360", "model._target_=test_objective_values.Net", "model.dropout=0.5")
 
 
 def test_a_loss_that_compares_samples_only_in_training_is_detected() -> None:
     (warning,) = build_experiment(*of(LocalMixup)).warnings
     assert "the loss of two samples in training is" in warning and "self.gather" in warning
-    (warning,) = build_experiment(*of(LocalMixup, "model.dropout=0.5", "model.batch_norm=true")).warnings
+    (warning,) = build_experiment(*of(LocalMixup, *NORM)).warnings
     assert "the loss of two samples in training is" in warning
     (warning,) = build_experiment(*NET, "+model.shift=0.5").warnings
     assert warning.startswith("model=") and "the loss of two samples in training is" in warning
 
 
 def test_random_numbers_and_batch_norm_do_not_count_as_a_comparison_of_samples() -> None:
-    assert not build_experiment(*of(Separate, "model.dropout=0.5", "model.batch_norm=true")).warnings
+    assert not build_experiment(*of(Separate, *NORM)).warnings
     for tracks in ("true", "false"):
         assert not build_experiment(*NET, f"model.batch_norm={tracks}", f"{HERE}.Separate").warnings
         assert not build_experiment(*NET, f"model.batch_norm={tracks}").warnings
