@@ -80,12 +80,15 @@ def make_directory(path: Path) -> None:
 def check_links(directory: Path) -> None:
     """Raise InputError if a run directory contains a link, through which the run would write to another location.
 
-    The directory itself and `checkpoints` may be links that this user owns, for example to a larger disk.
+    The directory itself and `checkpoints` may be links that this user owns, for example to a larger disk. The log, to
+    which the run appends without reading it first, must be a regular file.
     """
     moved = (directory, directory / "checkpoints")
     for link in (directory, *(directory.iterdir() if directory.is_dir() else ())):
         if link.is_symlink() and (link not in moved or os.lstat(link).st_uid != os.geteuid()):
             raise InputError(f"{link} is a link, and the run would write to another place; remove the link")
+    if (log := directory / LOG).exists() and not log.is_file():
+        raise InputError(f"{log} is a directory or another special file; remove it")
 
 
 def copy_file(source: Path, target: Path) -> None:

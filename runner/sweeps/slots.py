@@ -150,15 +150,17 @@ def divide(devices: Sequence[int], slots: int) -> list[list[int]]:
 
 
 def _start(sweep: Sweep, job: JobRecord, slots: list[int], description: bytes) -> RunningJob:
-    stderr = tempfile.TemporaryFile()  # noqa: SIM115  # closed by _record_outcome
-    sweep.write_state(job, "running", slots=slots)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "runner.sweeps.slot_process"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,  # the same lines are in the job's log.txt
-        stderr=stderr,
-        start_new_session=True,  # only this process receives Ctrl-C, and it can kill the job's whole group
-    )
+    with contextlib.ExitStack() as opened:
+        stderr = opened.enter_context(tempfile.TemporaryFile())
+        sweep.write_state(job, "running", slots=slots)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "runner.sweeps.slot_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,  # the same lines are in the job's log.txt
+            stderr=stderr,
+            start_new_session=True,  # only this process receives Ctrl-C, and it can kill the job's whole group
+        )
+        opened.pop_all()  # _record_outcome closes the file
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(description)
