@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from mode_cases import tier
 
 from runner.checkpoints.layout import list_checkpoints
 from runner.config.changes import changed_since, check_resumable, read_config
@@ -89,8 +90,8 @@ def damage(run: Path, file: str, kind: Callable[[Path], None]) -> list[Path]:
     return paths
 
 
-PAIRS = [
-    pytest.param(kind, file, marks=[] if kind is loop and file in FAST else pytest.mark.thorough)
+PAIRS = [  # a pair takes seconds, because it starts every command
+    pytest.param(kind, file, marks=tier(kind is loop and file in FAST, kind in (loop, other_types)))
     for kind in KINDS
     for file in FILES
 ]
