@@ -17,7 +17,6 @@ _MAX_LISTED = 12  # a longer list of choices would hide the message before it
 _STDLIB = sysconfig.get_path("stdlib")
 # By name, because an environment may also import the packages of another one (venv --system-site-packages).
 PACKAGE_DIRECTORIES = ("site-packages", "dist-packages")
-# Control characters, by which a text can change the terminal, and those that change the direction of writing.
 # What to do about errors of the system, by errno.
 _FIXES = {
     errno.ENOSPC: "free disk space",
@@ -35,6 +34,7 @@ _FIXES = {
 }
 _NO_THREAD = ("can't start new thread", os.strerror(errno.EAGAIN))  # of Python, and of C++ in torch
 _WHILE_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+# Control characters, by which a text can change the terminal, and those that change the direction of writing.
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _VALUES = re.compile(r"(?<=\w)\(\[[^)]*$")  # of an array or a tensor whose other rows are on further lines
 _RUNNER = tuple(f"{Path(__file__).parents[1] / name}/" for name in ("runner", "hydra_plugins/runner"))

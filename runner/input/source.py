@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
-from runner.input.checksum import row_checksums, row_shapes, sample_checksum
+from runner.input.checksum import Shapes, row_checksums, row_shapes, sample_checksum
 from runner.input.pytree import collate, describe, map_tensors, tensors
 from runner.input.rng import COLLATE, EPOCH, SAMPLE, DrawDetector, isolated, seeded
 from runner.input.sample_cache import CannotCache, SampleCache
@@ -27,6 +27,7 @@ class Source(Dataset[Any]):
     transform: Callable[[Any, int, int], Any] | None = None  # called with a sample, its epoch and its index
     returns_lists: bool = False  # `__getitems__` returns a list of samples, as torch's Subset does, not a batch
     _sample_draws: DrawDetector = field(default_factory=DrawDetector, init=False, repr=False)
+    _row_shapes: Shapes | None = field(default=None, init=False, repr=False)  # of a batch of one sample, once read
     collate_draws: DrawDetector = field(default_factory=DrawDetector, init=False)  # numbers depend on the batch
 
     @classmethod
@@ -129,8 +130,9 @@ class Source(Dataset[Any]):
             if reads_batches and not self._sample_draws.has_drawn:
                 batch = self._batch(dataset, indices)
                 if checksums is not None:
-                    expected = row_shapes(batch if self.reads_ahead else self._batch(dataset, [0]))
-                    checksums[:] = row_checksums(batch, len(indices), expected)
+                    if self._row_shapes is None and not self.reads_ahead:
+                        self._row_shapes = row_shapes(self._batch(dataset, [0]))
+                    checksums[:] = row_checksums(batch, len(indices), self._row_shapes or row_shapes(batch))
                 return batch
             samples = []
             for index in indices:

@@ -43,7 +43,7 @@ class RunLock:
         self._thread = threading.Thread(target=self._touch_regularly, daemon=True, name="run lock")
         try:
             self._thread.start()
-        except RuntimeError:  # a limit of threads: nobody may wait for this lock
+        except RuntimeError:  # a limit of threads: no other process may wait for this lock
             self.path.unlink()
             raise
 

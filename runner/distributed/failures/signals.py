@@ -217,7 +217,7 @@ def _handle(number: int, frame: FrameType | None) -> None:
 
 
 def _exit_at_second_interrupt() -> None:
-    """Exit at the second Ctrl-C, and after a signal to a rank whose start goes on for START_GRACE_S.
+    """Exit at the second Ctrl-C, and START_GRACE_S after a signal to a rank that is still starting.
 
     A thread does so, because Python's handlers run in the main thread, which may wait in C++.
     """
