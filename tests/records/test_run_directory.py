@@ -55,6 +55,9 @@ class ClosedTerminal:
     def write(self, text: str) -> int:
         raise OSError(5, "Input/output error")
 
+    def flush(self) -> None:
+        raise OSError(5, "Input/output error")
+
 
 def test_a_failure_is_recorded_without_a_terminal_and_on_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
