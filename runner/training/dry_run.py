@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,13 +15,14 @@ from runner.errors import InputError, as_input_error, failed_with, is_out_of_mem
 from runner.input.batch import MicroBatch
 from runner.input.pytree import describe, tensors
 from runner.input.rng import isolated
-from runner.objectives.losses import CLASSES, ELEMENTWISE, are_log_probabilities
+from runner.objectives.losses import CLASSES, ELEMENTWISE, Auto, are_log_probabilities
 from runner.objectives.objective import Objective, Prediction, loss_groups
 from runner.objectives.supervised import Supervised, call_model
 from runner.optimization.parameter_patterns import counted
 from runner.training.components import Components
 from runner.training.draws.extremes import Extremes
 from runner.training.draws.following import Draws
+from runner.training.float_classes import hint_at_classes
 from runner.training.model.deferred_init import probe
 from runner.training.model.forward_state import restoring_state
 
@@ -38,6 +39,7 @@ class DryRun:
     written: list[str]  # names of the trained parameters that the forward changes in place
     differentiates: bool  # the forward computes gradients, for example those of a gradient penalty
     needs_two: bool = False  # in evaluation, BatchNorm uses the statistics of the batch, of one value per sample
+    class_hint: str = ""  # what to do if the targets, for which loss=auto has chosen a regression, are classes
 
 
 def dry_run(components: Components) -> DryRun:
@@ -46,6 +48,7 @@ def dry_run(components: Components) -> DryRun:
     Raises InputError if the components do not fit each other.
     """
     module, objective, micro_batch = components.module, components.objective, components.sample()
+    hint = ""
     if isinstance(objective, Supervised):
         _check_pair(micro_batch.data, components.samples.input_shape)
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
@@ -53,7 +56,7 @@ def dry_run(components: Components) -> DryRun:
     try:
         with torch.no_grad(), isolated():
             if isinstance(objective, Supervised):
-                _settle(components, objective, micro_batch)
+                hint = _settle(components, objective, micro_batch)
             result: DryRun = probe(module, _observe, trained, objective, micro_batch)
     except InputError:
         raise
@@ -61,7 +64,7 @@ def dry_run(components: Components) -> DryRun:
         raise _do_not_fit(components, micro_batch.data, error) from None
     finally:
         module.train()
-    return result
+    return replace(result, class_hint=hint)
 
 
 def _observe(model: nn.Module, trained: set[str], objective: Objective, micro_batch: MicroBatch) -> DryRun:
@@ -203,9 +206,12 @@ def _check_pair(batch: Any, input_shape: Sequence[int] | None) -> None:
             raise InputError(f"data.sample_shape={shape} but the data's samples have {found}")
 
 
-def _settle(components: Components, objective: Supervised, micro_batch: MicroBatch) -> None:
-    """Settle the objective with one sample. Raise InputError also for wrong combinations that torch accepts."""
-    reduction = getattr(objective.function, "reduction", "mean")
+def _settle(components: Components, objective: Supervised, micro_batch: MicroBatch) -> str:
+    """Settle the objective with one sample, and return the hint at classes, if there is one.
+
+    Raise InputError also for wrong combinations that torch accepts.
+    """
+    reduction, is_auto = getattr(objective.function, "reduction", "mean"), isinstance(objective.function, Auto)
     if reduction == "sum":
         raise InputError(
             "loss.reduction=sum must be mean: the loss of a step is a mean over the whole batch, however it is split; "
@@ -217,10 +223,15 @@ def _settle(components: Components, objective: Supervised, micro_batch: MicroBat
     function = objective.function
     if isinstance(function, nn.NLLLoss) and targets.dim() == 1 and not are_log_probabilities(outputs):
         raise InputError("loss=nll needs a model that ends in log_softmax; try loss=cross_entropy")
-    _check_loss(components.choices, objective, outputs, targets)
+    chose_mse = is_auto and isinstance(function, nn.MSELoss)
+    hint = hint_at_classes(components.samples.source, outputs, targets) if chose_mse else ""
+    _check_loss(components.choices, objective, outputs, targets, hint)
+    return hint
 
 
-def _check_loss(choices: Mapping[str, str], objective: Supervised, outputs: Any, targets: Any) -> None:
+def _check_loss(
+    choices: Mapping[str, str], objective: Supervised, outputs: Any, targets: Any, class_hint: str = ""
+) -> None:
     """Raise InputError unless outputs and targets fit the loss, and it returns a scalar tensor."""
     function = objective.function
     if isinstance(outputs, torch.Tensor) and isinstance(targets, torch.Tensor):
@@ -232,6 +243,7 @@ def _check_loss(choices: Mapping[str, str], objective: Supervised, outputs: Any,
             )
         if isinstance(function, ELEMENTWISE) and not is_pairwise:
             fix = "change the model's num_outputs" if targets.is_floating_point() else "try loss=auto"
+            fix += f"; if the targets are classes, {class_hint}" if class_hint else ""
             raise InputError(
                 f"loss={choices['loss']} compares numbers of one shape, but the model returns "
                 f"{list(outputs.shape[1:])} and the data {shapes}; {fix}"

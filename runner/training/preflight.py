@@ -78,6 +78,11 @@ def run_dry(components: Components, recomputes: bool, compiles: bool, trains: bo
             found.needs_two = check_training(components)
         found.warnings, found.replaced = observe_draws(components, compiles, found.draws)
         found.warnings += compare_samples(components, found.draws)
+        if found.forward.class_hint:
+            found.warnings.append(
+                "loss=auto: the targets are whole numbers in floating point, so the loss is mse; if they are classes, "
+                f"{found.forward.class_hint}; if they are not, set loss=mse"
+            )
     return found
 
 
