@@ -39,7 +39,7 @@ Changes = dict[str, list[Any]]  # by dotted key, the value before and now
 
 
 def read_config(run: Path) -> Config:
-    """Return the resolved configuration of a run, with defaults. Raise InputError if it is missing or damaged."""
+    """Return the resolved configuration of a run. Raise InputError if it is missing or damaged, such as truncated."""
     if not (run / CONFIG).is_file():
         raise InputError(f"{run} is no run directory: it has no {CONFIG}; name one under outputs/")
     found = read_mapping(run / CONFIG)
@@ -54,6 +54,7 @@ def read_config(run: Path) -> Config:
         groups = container["optimizer"].get("groups") or []
         if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
             wrong.append("optimizer.groups is not a list of mappings")
+    wrong += [f"the key {key} is missing" for key in KEYS if key not in found]
     try:
         if not wrong:
             OmegaConf.merge(Config, container)  # checks the types

@@ -174,10 +174,10 @@ def test_every_section_of_every_record_is_checked(runs: list[Path]) -> None:
         )
         assert any("optimizer.groups is not a list of mappings" in message for message in read_all())
     lines = yaml.safe_dump(whole, sort_keys=False).splitlines(keepends=True)
-    for number in range(0, len(lines), 20):
+    for number in (*range(0, len(lines), 20), len(lines) - 1):
         (run / "config.yaml").write_text("".join(lines[:number]))  # truncated
         messages = read_all()
-        assert any("config.yaml" in message for message in messages) or "loader:\n" in lines[:number]
+        assert any("config.yaml" in message for message in messages), number
     (run / "config.yaml").write_text(
         yaml.safe_dump(whole | {"model": {**whole["model"], "day": datetime.date(2026, 1, 1)}})
     )
