@@ -1,5 +1,8 @@
 """A directory of custom images."""
 
+import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -106,3 +109,21 @@ def test_image_folder_reports_what_it_skips(image_root):
         path.unlink()
     with pytest.raises(ValueError, match=r"train/left has none \(skipped in .*: files that are not images "):
         make()
+
+
+def test_a_folder_without_validation_images_trains_as_advised_and_evaluates_its_test_images(
+    image_root: Path, here: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (image_root / "val").rename(image_root / "test")
+    options = (f"data.root={image_root}", "data.sample_shape=[1,8,8]", "data.num_outputs=2", "threads=1")
+    command = ("data=image_folder", *options, "model=linear", "logger=none", "epochs=1")
+    assert here(*command) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    (advice,) = re.findall(r"data=image_folder has no validation split; set (\S+) to take it from the training", line)
+    assert here(*command, advice) == 0
+    assert "5 training and 1 validation samples; classes 0 left, 1 right" in capsys.readouterr().out
+    assert here("task=evaluate", "run=last", "split=test") == 0
+    evaluation = max((image_root.parent / "outputs" / "run").iterdir())
+    result = json.loads((evaluation / "result.json").read_text())
+    assert result["samples"]["val"] == 4  # the evaluated samples
+    assert set(result["metrics"]) == {"test/loss", "test/accuracy"}
