@@ -1,10 +1,22 @@
-"""The directories in which torch.compile keeps code and pickles, which it executes: they must belong to this user."""
+"""The caches of torch.compile: it executes their content, which must belong to this user and be for this CPU."""
 
 import os
 import stat
 from pathlib import Path
 
+import torch
+
 TRUSTED = (0, os.geteuid())  # root can replace any file
+
+
+def separate_by_cpu() -> None:
+    """Let this process find only code that was generated for the vector instructions of its CPU.
+
+    torch's keys do not contain them, but generated loops have steps of a vector's size: compiled for vectors of another
+    size, they skip values or use them twice. The CPUs of machines that share a directory may differ, and
+    ATEN_CPU_CAPABILITY selects other instructions. Restore the setting before a second call, as `reset_process` does.
+    """
+    torch.compiler.config.cache_key_tag += f" {torch.backends.cpu.get_cpu_capability()}"
 
 
 def check_compile_caches() -> list[str]:

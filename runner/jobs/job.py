@@ -29,7 +29,7 @@ from runner.errors import (
     user_line,
 )
 from runner.input.sampler import count_steps
-from runner.jobs.compile_cache import check_compile_caches
+from runner.jobs.compile_cache import check_compile_caches, separate_by_cpu
 from runner.jobs.continuation import agree_on_directory, check_directory, count_samples, locked
 from runner.jobs.micro_batches import (
     RAN_OUT,
@@ -227,6 +227,7 @@ def _build(request: Request, world: World) -> tuple[JobTask, Experiment | None]:
     messages = choose_devices(world)
     set_threads(world, config.threads)
     reset_process(config.seed)
+    separate_by_cpu()
     task: JobTask = make_task(config.task, JobTask)
     messages += check_fit(config, world.device.type)
     if config.compile:

@@ -64,6 +64,8 @@ def _keep_settings() -> list[Callable[[], Any]]:
     ]
     cudnn = torch.backends.cudnn
     kept += [partial(setattr, cudnn, name, getattr(cudnn, name)) for name in ("benchmark", "deterministic")]
+    compiler = torch.compiler.config
+    kept += [partial(setattr, compiler, "cache_key_tag", compiler.cache_key_tag)]
     return kept
 
 

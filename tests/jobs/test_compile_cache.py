@@ -1,4 +1,4 @@
-"""torch.compile executes what its cache contains, so that another user must not be able to write there."""
+"""The caches of torch.compile: not writable by other users, whose code it would execute, and separate for each CPU."""
 
 import os
 import stat
@@ -6,13 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from commands import Commands
+from worlds import only_run
 
-from runner.jobs import compile_cache
+from runner.jobs import compile_cache, process_state
 from runner.jobs.compile_cache import check_compile_caches
 
 SMALL = ("model=linear", "data=random", "logger=none", "threads=1", "max_steps=1")
 ME = os.geteuid()
-pytestmark = pytest.mark.fault("a compile cache of another user", outcome="refused")
+of_other_user = pytest.mark.fault("a compile cache of another user", outcome="refused")
 
 
 @pytest.fixture
@@ -28,11 +31,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return shared / "torchinductor_victim"
 
 
+@of_other_user
 def test_only_this_user_can_write_to_the_cache(cache: Path) -> None:
     assert check_compile_caches() == check_compile_caches() == []
     assert cache.stat().st_uid == ME and not cache.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
+@of_other_user
 @pytest.mark.skipif(ME != 0, reason="only root can create files of another user")
 @pytest.mark.parametrize("place", ["default", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "link"])
 def test_a_cache_of_another_user_is_refused(
@@ -58,6 +63,7 @@ def test_a_cache_of_another_user_is_refused(
     assert here(*SMALL) == 0  # nothing is compiled
 
 
+@of_other_user
 @pytest.mark.parametrize("writable", ["cache", "parent"])
 def test_a_cache_that_other_users_can_change_is_refused(writable: str, cache: Path) -> None:
     cache.mkdir()
@@ -66,6 +72,7 @@ def test_a_cache_that_other_users_can_change_is_refused(writable: str, cache: Pa
     assert message.startswith(f"compile=true: {cache} can be changed by other users")
 
 
+@of_other_user
 def test_a_cache_that_cannot_be_created_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.write_text("")
     (message,) = check_compile_caches()
@@ -73,3 +80,28 @@ def test_a_cache_that_cannot_be_created_is_named(cache: Path, monkeypatch: pytes
     monkeypatch.setattr(compile_cache, "TRUSTED", (ME + 1,))
     cache.unlink()
     assert "belongs to another user" in check_compile_caches()[0]
+
+
+def test_each_job_finds_only_code_for_its_cpu(here: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "mine")
+    monkeypatch.setattr(process_state, "_first", [])
+    for capability in ("AVX2", "AVX512"):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
+        assert here(*SMALL) == 0
+        assert torch.compiler.config.cache_key_tag == f"mine {capability}"
+
+
+@pytest.mark.thorough
+@pytest.mark.fault("a compile cache of another CPU", outcome="survived")
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="torch selects one kind of code")
+def test_code_that_was_compiled_for_another_cpu_is_not_used(commands: Commands, tmp_path: Path) -> None:
+    """As on machines that share a home directory. torch's own cache returns the code, which does not even compile."""
+    words = ("-m", "runner", "model=mlp", "model.hidden=[16]", "precision=fp64", *SMALL[2:])
+    shared = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    losses = list[dict[int, float]]()
+    for name, env in (("plain", {}), ("this", shared), ("other", {**shared, "ATEN_CPU_CAPABILITY": "default"})):
+        compiled = ("compile=true",) if env else ()
+        done = commands.finish(commands.start(*words, *compiled, f"name={name}", env=env))
+        assert done.returncode == 0, done.stderr
+        losses.append(only_run(tmp_path, name).losses)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-9) and losses[2] == pytest.approx(losses[0], rel=1e-9)
