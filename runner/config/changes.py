@@ -12,6 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from runner.checkpoints import layout
 from runner.config.diagnostics.import_target import locate
 from runner.config.diagnostics.type_hints import show
+from runner.config.pointers import named_directory
 from runner.config.schema import (
     FIXED_ON_RESUME,
     FREE_ON_RESUME,
@@ -23,14 +24,16 @@ from runner.config.schema import (
     apply_debug,
     as_config,
 )
+from runner.config.validate import AUTO
 from runner.errors import InputError, as_input_error
 from runner.records.attempts import initial_values
 from runner.records.custom_code import read_code
 from runner.records.frozen_code import find_frozen
+from runner.records.ledger import is_sweep
 from runner.records.run_directory import CHECKPOINTS
 from runner.records.run_files import read_mapping
 from runner.records.run_record import DONE, find_run
-from runner.records.settings import CONFIG, dotted
+from runner.records.settings import CONFIG, OVERRIDES, dotted
 
 TARGET = "_target_"
 _FORCE = "keep that, or add resume_force=true"
@@ -78,6 +81,14 @@ def changed_since(run: Path, config: Config) -> Changes:
     return differences(initial_values(run, before), _relevant(config))
 
 
+def differs_from(run: Path, config: Config) -> Changes:
+    """Return the differences between the configuration of the last attempt of a run and the current one."""
+    found = differences(_relevant(read_config(run)), _relevant(apply_debug(config)))
+    if config.micro_batches == AUTO:  # the run has recorded the number
+        found.pop("micro_batches", None)
+    return found
+
+
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
     """Return the differences of two flat configurations; if the class of a group differs, only the classes' names."""
     groups = {key.partition(".")[0] for key in before}
@@ -96,10 +107,16 @@ def check_resumable(config: Config, choices: Mapping[str, str | None]) -> list[s
     """Return a message for each reason why the configuration cannot resume, fork or read the run that it names."""
     try:
         if config.resume:
-            return _check_resumed(Path(config.resume), config, choices)
+            return _check_resumed(f"resume={config.resume}", Path(config.resume), config, choices)
+        run = named_directory(config.run_id, config.name, config.outputs)
+        if run and is_sweep(run):
+            return [f"run_id={config.run_id} is a sweep; add -m to resume it, or type another run_id"]
+        if run and (run / OVERRIDES).is_file():
+            return _check_named(run, config, choices)
         if config.fork and locate(config.task[TARGET]).trains:
             run = Path(config.fork)
-            return _check_checkpoint("fork", run, config.checkpoint.load) or _check_resumed(run, config, choices)
+            named = f"fork={run}"
+            return _check_checkpoint("fork", run, config.checkpoint.load) or _check_resumed(named, run, config, choices)
         if config.run and locate(config.task[TARGET]).reads_checkpoint:
             return _check_checkpoint("run", Path(config.run), config.checkpoint.load)
     except InputError as error:
@@ -124,14 +141,26 @@ def _check_checkpoint(key: str, run: Path, name: str) -> list[str]:
     return []
 
 
-def _check_resumed(run: Path, config: Config, choices: Mapping[str, str | None]) -> list[str]:
+def _check_named(run: Path, config: Config, choices: Mapping[str, str | None]) -> list[str]:
+    """Return why the command cannot resume the run that its `run_id` names: its values must be those of the run."""
+    found = {} if config.resume_force else differs_from(run, config)
+    if found:
+        listed = ", ".join(f"{key} is {show(now)}, and was {show(before)}" for key, (before, now) in found.items())
+        return [
+            f"run_id={config.run_id} names a run with another configuration: {listed}; type another run_id, or add "
+            "resume_force=true to resume it with these values"
+        ]
+    return _check_resumed(f"run_id={config.run_id}", run, config, choices)
+
+
+def _check_resumed(named: str, run: Path, config: Config, choices: Mapping[str, str | None]) -> list[str]:
     messages = list[str]()
     if not config.resume_force:
         messages += _check_fixed(run, apply_debug(config), choices) + check_code(run, config.launcher)
     if config.fork and not config.resume:  # `_check_checkpoint` has found the checkpoint
         stopped = layout.read_train_state(layout.find_checkpoint(run / CHECKPOINTS, config.checkpoint.load))
-    elif (newest := _newest_state(run)) is None:
-        return messages + _check_restart(run)
+    elif (newest := _newest_state(named, run)) is None:
+        return messages + _check_restart(named, run)
     else:
         stopped = newest
     if stopped.step_in_epoch and stopped.batch_size != config.batch_size and not config.resume_force:
@@ -197,21 +226,21 @@ def _check_fixed(run: Path, config: Config, choices: Mapping[str, str | None]) -
     return messages
 
 
-def _check_restart(run: Path) -> list[str]:
+def _check_restart(named: str, run: Path) -> list[str]:
     """Return a message unless the run, which has no checkpoint, was stopped before its first one."""
     record = find_run(run)
     if record.state in DONE or (record.state == "preempted" and record.step):
-        return [f"resume={run} is {record.state} and has no checkpoint any more; start a new run without resume="]
+        return [f"{named} is {record.state} and has no checkpoint any more; start a new run"]
     return []
 
 
-def _newest_state(run: Path) -> layout.TrainState | None:
+def _newest_state(named: str, run: Path) -> layout.TrainState | None:
     """Return the state of the newest valid checkpoint; None without checkpoints. Raise InputError if none is valid."""
     paths = layout.list_checkpoints(run / CHECKPOINTS)
     try:
         return layout.read_train_state(_first_valid(paths[::-1])) if paths else None
     except ValueError as error:
-        raise InputError(f"resume={run} has no valid checkpoint: {error}") from None
+        raise InputError(f"{named} has no valid checkpoint: {error}") from None
 
 
 def _first_valid(paths: Sequence[Path]) -> Path:

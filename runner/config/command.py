@@ -8,6 +8,7 @@ from hydra.core.plugins import Plugins
 from runner.config.compose import checked, compose, prepared_hydra
 from runner.config.custom_dirs import add_to_path
 from runner.config.diagnostics.overrides import refuse_overrides
+from runner.config.pointers import named_directory
 from runner.config.recorded_code import importing_code_of
 from runner.config.request import Request
 from runner.config.resume import Arguments, add_recorded
@@ -33,10 +34,11 @@ def prepare(arguments: Arguments, rank_info: RankInfo, words: Sequence[str]) -> 
     cfg = compose(arguments.overrides)
     config = checked(cfg, arguments.overrides)
     choices = dict(cfg.hydra.runtime.choices)
+    named = named_directory(config.run_id, config.name, config.outputs)
     return Request(
         config,
         Command(tuple(arguments.recorded), tuple(arguments.config_dirs), tuple(words), choices),
-        Destination(arguments.directory or rank_info.directory),
+        Destination(arguments.directory or rank_info.directory or (str(named) if named else None)),
         queued_overrides=tuple(arguments.launch_overrides),
         code_of=arguments.code_of,
     )

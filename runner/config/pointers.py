@@ -47,10 +47,17 @@ def find_directory(key: str, values: Mapping[str, Any], kind: str = "run") -> Pa
     return path
 
 
+def named_directory(run_id: str | None, name: str, outputs: str) -> Path | None:
+    """Return the directory of the run or sweep that `run_id` names, which need not exist; None without `run_id`."""
+    return Path(outputs).absolute() / name / run_id if run_id else None
+
+
 def check_location(path: Path, values: Mapping[str, Any]) -> None:
-    """Raise InputError for a name= or outputs= that is not the location of the resumed directory."""
+    """Raise InputError for a run_id=, name= or outputs= that is not the location of the resumed directory."""
     parent = path.parent.parent if is_sweep(path.parent) else path.parent
     rule = f"has no effect on resume={values['resume']}, which stays in its directory; leave it out"
+    if str(values.get("run_id", path.name)) != path.name:
+        raise InputError(f"run_id={values['run_id']} {rule}")
     if str(values.get("name", parent.name)) != parent.name:
         raise InputError(f"name={values['name']} {rule}")
     if Path(str(values.get("outputs", parent.parent))).resolve() != parent.parent.resolve():

@@ -39,7 +39,7 @@ NOT_RECORDED = ("resume_force", "trust", "code")
 POINTERS = ("run", "resume", "fork")  # keys that name a run whose overrides are composed
 LOCATIONS = (*POINTERS, "outputs", "name")
 # Recorded values do not apply to a new run: its command chooses where results are written.
-OF_RESULTS = ("outputs", "name", "export.output", "predict.output", "report.output")
+OF_RESULTS = ("outputs", "name", "run_id", "export.output", "predict.output", "report.output")
 _FLAG = "--config-dir="
 OVER = "report.over"  # also a key of a sweep, for the table at its end
 
@@ -89,7 +89,9 @@ class _Command:
         return [override for override in self.given if override is not self.pointer]
 
     def unchanged(self) -> Arguments:
-        return Arguments(self.overrides, self.overrides, self.config_dirs)
+        lasting = _recordable(self.overrides)
+        launched = self.overrides if lasting != self.overrides else []
+        return Arguments(self.overrides, lasting, self.config_dirs, launch_overrides=launched)
 
 
 def add_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: bool) -> Arguments:
@@ -106,7 +108,7 @@ def add_recorded(overrides: list[str], config_dirs: Sequence[str], multirun: boo
     if command.task in READS_RECORDS:
         return command.unchanged() if multirun else _read_records(command, READS_RECORDS[command.task])
     if key is None:
-        return command.unchanged()
+        return _named_sweep(command) if multirun and "run_id" in command.values else command.unchanged()
     if multirun:
         return _sweep_from_runs(command)
     if key == "resume":
@@ -125,6 +127,8 @@ def _parse(overrides: list[str], multirun: bool) -> list[Override]:
             key, _, value = str(override.input_line).partition("=")
             quoted = shlex.quote(f"{key}={quote(value)}")
             raise InputError(f"{override.input_line}: a path with a comma must be quoted; type {quoted}")
+        if override.key_or_group == "run_id" and override.is_sweep_override():
+            raise InputError(f"{override.input_line}: a run or a sweep has one run_id; type a single name")
     return parser.parse_overrides([keep_text(_with_environment(override)) for override in given])
 
 
@@ -253,6 +257,12 @@ def _resume_sweep(command: _Command) -> Arguments:
     code_of = _shared_code(reads[0], read_values, directories)[1] if reads else None
     merged = _merge(recorded.typed, others)
     return Arguments(merged, lasting, directories, str(path), code_of=code_of, resume_force=force)
+
+
+def _named_sweep(command: _Command) -> Arguments:
+    """Return the arguments of a sweep that its `run_id` names; `resume_force` applies to the sweep, not to its jobs."""
+    kept = [str(each.input_line) for each in command.given if each.key_or_group != "resume_force"]
+    return Arguments(kept, kept, command.config_dirs, resume_force=command.values.get("resume_force") is True)
 
 
 def _code_of(path: Path, values: Mapping[str, Any]) -> str | None:

@@ -173,6 +173,7 @@ class Config:
     export: Exporting = field(default_factory=Exporting)
     predict: Predicting = field(default_factory=Predicting)
     diff: Differing = field(default_factory=Differing)
+    run_id: str | None = None
     resume: str | None = None
     resume_force: bool = False
     fork: str | None = None
@@ -198,7 +199,10 @@ RULES: dict[str, Rule] = {  # by dotted key
 }
 OF_TASKS = ("compare", "plan", "report", "export", "predict", "diff")  # sections of one task
 # Keys that determine what a command reads, does and writes, but not the experiment.
-OF_COMMANDS = ("task", "run", "code", "resume", "resume_force", "fork", "trust", "name", "outputs", "split", *OF_TASKS)
+OF_COMMANDS = (
+    *("task", "run", "run_id", "code", "resume", "resume_force", "fork", "trust", "name", "outputs", "split"),
+    *OF_TASKS,
+)
 # Keys that only determine where and how a run is computed, recorded and observed. Their changes are not listed.
 FREE_ON_RESUME: tuple[str, ...] = (
     *OF_COMMANDS,

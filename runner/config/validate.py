@@ -26,7 +26,7 @@ _NEEDS = {
     "ema.warmup_steps": ("ema.decay", "ema.decay=0.999"),
     "transform_targets": ("transforms", "transforms=flip_crop"),
     "early_stop.min_delta": ("early_stop.patience", "early_stop.patience=3"),
-    "resume_force": ("resume|fork", "resume=last"),
+    "resume_force": ("resume|fork|run_id", "resume=last"),
     "code": ("run", "run=RUN_DIR"),
 }
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -121,6 +121,7 @@ def _check_task(config: Config, choices: Mapping[str, str]) -> list[str]:
         "parallel=auto": choices.get("parallel") == AUTO and hasattr(task, "run") and not task.trains,
         f"resume={config.resume}": config.resume and not uses_runs,
         f"run={config.run}": config.run and not uses_runs,
+        f"run_id={config.run_id}": config.run_id and (not task.trains or task.reads_run),
     }
     for override, is_ignored in ignored.items():
         if is_ignored:
@@ -174,10 +175,11 @@ def check_values(config: Config) -> list[str]:
     name = config.checkpoint.load
     if name not in (LAST, BEST) and not STEP.fullmatch(name):
         messages.append(f"checkpoint={name} must be last, best or step_N{near_hint(name, [LAST, BEST])}")
-    if not NAME.fullmatch(config.name):
-        messages.append(
-            f"name={config.name} must be 1 to 64 letters, digits, '.', '_' or '-', the first a letter or digit"
-        )
+    for key, text in (("name", config.name), ("run_id", config.run_id)):
+        if text is not None and not NAME.fullmatch(text):
+            messages.append(
+                f"{key}={text} must be 1 to 64 letters, digits, '.', '_' or '-', the first a letter or digit"
+            )
     path = Path(config.outputs).absolute()
     existing = next(each for each in (path, *path.parents) if each.exists())
     if not config.outputs:

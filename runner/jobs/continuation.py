@@ -17,7 +17,7 @@ from runner.checkpoints.layout import (
     read_manifest,
     step_of,
 )
-from runner.config.changes import changed_since
+from runner.config.changes import changed_since, differs_from
 from runner.config.request import Request
 from runner.distributed.world import World
 from runner.errors import InputError, as_input_error, describe_system_error
@@ -27,7 +27,7 @@ from runner.records.monitor import Monitor
 from runner.records.run_directory import CHECKPOINTS, RunDirectory, new_directory
 from runner.records.run_files import METRICS, check_links, copy_file, read_mapping, read_metrics
 from runner.records.run_lock import DEAD_AFTER_S
-from runner.records.run_record import RESULT
+from runner.records.run_record import DONE, RESULT, find_run
 from runner.records.settings import CONFIG, OVERRIDES
 from runner.training.build import Experiment
 
@@ -84,6 +84,18 @@ def copy_start(checkpoint: Path, directory: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     with suppress(FileNotFoundError):
         copy_file(checkpoint.parent.parent / METRICS, directory / METRICS)
+
+
+def find_finished(request: Request) -> dict[str, float] | None:
+    """Return the metrics of the run that `run_id` names, and print that it is finished; None if it is to be trained."""
+    config, directory = request.config, request.destination.directory
+    if not (config.run_id and directory) or config.resume or config.resume_force:
+        return None
+    run = find_run(Path(directory))
+    if run.state not in DONE or differs_from(run.directory, config):
+        return None
+    print(f"run_id={config.run_id} is {run.state}: {directory}", flush=True)
+    return run.metrics
 
 
 def agree_on_directory(request: Request, world: World) -> Path:

@@ -30,7 +30,7 @@ from runner.errors import (
 )
 from runner.input.sampler import count_steps
 from runner.jobs.compile_cache import check_compile_caches, separate_by_cpu
-from runner.jobs.continuation import agree_on_directory, check_directory, count_samples, locked
+from runner.jobs.continuation import agree_on_directory, check_directory, count_samples, find_finished, locked
 from runner.jobs.micro_batches import (
     RAN_OUT,
     TooLarge,
@@ -82,7 +82,10 @@ def _run_once(
     world.begin_job(as_backend(request.config.backend))
     raised: Exception
     try:
-        return _check(request, world) if checks_only else _run(request, world, may_double)
+        if checks_only:
+            return _check(request, world)
+        metrics = _metrics_if_finished(request, world)
+        return _run(request, world, may_double) if metrics is None else metrics
     except (InputError, Preempted, JobFailed) as error:
         raised = error.with_traceback(None)
         raised.__context__ = raised.__cause__ = None
@@ -107,6 +110,16 @@ def _check(request: Request, world: World) -> dict[str, float]:
     one = replace(config, micro_batches=1) if config.micro_batches == AUTO else config
     _agree_on_input(replace(request, config=one), world)
     return {}
+
+
+def _metrics_if_finished(request: Request, world: World) -> dict[str, float] | None:
+    """Return the metrics of a finished run that `run_id` names; None for any other run. All ranks must call it."""
+    if request.config.run_id is None:
+        return None
+    metrics: dict[str, float] | None = world.consensus.broadcast("finished", partial(find_finished, request))
+    if metrics is not None:
+        agree_on_directory(request, world)  # for the launcher
+    return metrics
 
 
 def _run(request: Request, world: World, may_double: bool | None) -> dict[str, float]:

@@ -33,7 +33,7 @@ LARGEST_WORLD = 1024  # the largest world size that an error suggests for a mode
 MEASURE = ("task=measure", "task.compared_steps=0", "task.timed_steps=10", "logger=none", "launcher=env")
 DROPPED = (
     *("task", "launcher", "logger", "callbacks", "metrics", "monitor", "fork", "init_from", "checkpoint", "profile"),
-    *("name", "outputs"),
+    *("name", "outputs", "run_id"),
 )
 
 Modes = Mapping[str, ModeConfig | InputError]

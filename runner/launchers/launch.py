@@ -14,6 +14,7 @@ from runner.distributed.environment import JOIN_TIMEOUT_S, RankInfo
 from runner.distributed.rendezvous import join
 from runner.distributed.world_store import RanksMissing
 from runner.errors import InputError, JobFailed, Preempted, print_messages
+from runner.jobs.continuation import find_finished
 from runner.jobs.task import JobTask, LaunchingTask, check_size, initial_weights_path, launches_jobs, make_task
 from runner.launchers.contract import Launcher
 from runner.launchers.env import Env
@@ -45,6 +46,8 @@ def launch(request: Request, rank_info: RankInfo, launcher: Launcher | None = No
         launcher = Env(launcher.join_timeout_s)
     if launcher.queues:
         check_queueable(config.task, choices)
+        if (metrics := find_finished(request)) is not None:
+            return metrics
         locate_initial_weights(initial_weights_path(config.init_from, config.task), request.destination.directory)
         if request.queued_overrides:
             request = replace(request, command=replace(request.command, overrides=request.queued_overrides))

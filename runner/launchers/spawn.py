@@ -1,8 +1,6 @@
 """launcher=spawn: ranks on this machine, or on several machines in a given order."""
 
-from runner.launchers.torchrun import Torchrun
-
-MASTER_PORT = 29500  # torchrun's default
+from runner.launchers.torchrun import MASTER_PORT, Torchrun
 
 
 class Spawn(Torchrun):
@@ -30,6 +28,5 @@ class Spawn(Torchrun):
         for key, value in several.items():
             if nodes == 1 and value:
                 raise ValueError(f"launcher.{key}={value} needs several nodes; add launcher.nodes")
-        endpoint = f"{master_addr}:{master_port or MASTER_PORT}" if nodes > 1 else None
-        super().__init__(nproc_per_node, nodes, endpoint, "spawn", max_restarts, join_timeout_s)
-        self.endpoint_key, self.node_rank, self.is_host = "launcher.master_addr", node_rank, node_rank == 0
+        where = (node_rank, master_addr, master_port or MASTER_PORT)
+        super().__init__(nproc_per_node, nodes, None, "spawn", max_restarts, join_timeout_s, *where)

@@ -3,10 +3,11 @@
 import math
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -28,7 +29,9 @@ from runner.launchers.node_rendezvous import Nodes, OneMachine
 from runner.launchers.rank_process import forwarding_signals, run_rank, start_fork_server
 from runner.records.run_directory import Destination
 
+MASTER_PORT = 29500  # torchrun's default
 LAST_CALL_S = 30  # for which the minimum number of machines waits for more machines
+NAME_POLL_S = 1.0
 REPORT_S = 20.0  # for the ranks to report that a machine does not respond, after backend.timeout_s
 
 
@@ -40,23 +43,35 @@ class Torchrun(Launcher):
 
     def __init__(
         self,
-        nproc_per_node: int = 2,
+        nproc_per_node: int | Literal["auto", "cpu", "gpu"] = 2,
         nodes: int | str = 1,
         rdzv_endpoint: str | None = None,
         rdzv_id: str = "runner",
         max_restarts: int = 0,
         join_timeout_s: float = 120.0,
+        node_rank: int | None = None,
+        master_addr: str | None = None,
+        master_port: int = MASTER_PORT,
     ):
+        if isinstance(nproc_per_node, str):
+            nproc_per_node = _count_processes(nproc_per_node)
         check_options(join_timeout_s, max_restarts, nproc_per_node=nproc_per_node)
         self.min_nodes, self.max_nodes = _bounds(nodes)
-        if self.max_nodes > 1 and not rdzv_endpoint:
-            raise ValueError(f"launcher.nodes={nodes} needs launcher.rdzv_endpoint=HOST:PORT, their rendezvous")
+        self.endpoint_key = "launcher.rdzv_endpoint" if rdzv_endpoint else "launcher.master_addr"
         if self.max_nodes == 1 and rdzv_endpoint:
             raise ValueError(f"launcher.rdzv_endpoint={rdzv_endpoint} needs several nodes; add launcher.nodes")
+        if self.max_nodes > 1 and not rdzv_endpoint:
+            if not master_addr:
+                raise ValueError(f"launcher.nodes={nodes} needs launcher.rdzv_endpoint=HOST:PORT, their rendezvous")
+            rdzv_endpoint = f"{master_addr}:{master_port}"
+        if node_rank is not None and not (self.min_nodes == self.max_nodes and 0 <= node_rank < self.max_nodes):
+            raise ValueError(
+                f"launcher.node_rank={node_rank} must be at least 0 and below launcher.nodes={nodes}, a fixed number"
+            )
         self.started_on_each = self.max_nodes > 1
-        self.endpoint_key = "launcher.rdzv_endpoint"
-        self.node_rank: int | None = None  # None for any
-        self.is_host: bool | None = None  # of the rendezvous; None if the endpoint decides
+        self.node_rank = node_rank  # None for any
+        # Of the rendezvous; None if the endpoint decides.
+        self.is_host = None if node_rank is None or self.endpoint_key != "launcher.master_addr" else node_rank == 0
         host, _, port = (rdzv_endpoint or "localhost:0").rpartition(":")
         if not host or not port.isdigit():
             raise ValueError(f"launcher.rdzv_endpoint={rdzv_endpoint} must be HOST:PORT, as node1:29400")
@@ -107,7 +122,7 @@ class Torchrun(Launcher):
     def _parameters(self) -> RendezvousParameters:
         last_call_s = min(LAST_CALL_S, self.join_timeout_s)
         join_s = self.join_timeout_s + (last_call_s if self.max_nodes > self.min_nodes else 0)
-        own = address_towards(self.host, self.endpoint_key)
+        own = self._own_address()
         return RendezvousParameters(
             backend="c10d",
             endpoint=f"{self.host}:{self.port}",
@@ -123,6 +138,20 @@ class Torchrun(Launcher):
             is_host=self._hosts_rendezvous(own) if self.is_host is None else self.is_host,
         )
 
+    def _own_address(self) -> str:
+        """Return this machine's address on the route to the rendezvous. Raise InputError if there is none.
+
+        A service that sets the name of the first machine may start this one before the name is known.
+        """
+        deadline = time.monotonic() + (self.join_timeout_s if self.endpoint_key == "launcher.master_addr" else 0)
+        while True:
+            try:
+                return address_towards(self.host, self.endpoint_key)
+            except InputError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(NAME_POLL_S)
+
     def _hosts_rendezvous(self, own: str) -> bool:
         """Return True if the endpoint is on this machine, and no agent serves it yet. own: this machine's address."""
         address = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0][4]
@@ -132,6 +161,16 @@ class Torchrun(Launcher):
         with suppress(OSError), socket.create_connection((self.host, self.port)):
             return False
         return True
+
+
+def _count_processes(nproc_per_node: int | str) -> int:
+    """Return the number of processes, which is a number, or auto, cpu or gpu as in the command torchrun."""
+    from torch.distributed.run import determine_local_world_size  # imported late, because it takes long
+
+    try:
+        return int(determine_local_world_size(str(nproc_per_node)))
+    except ValueError as error:
+        raise ValueError(f"launcher.nproc_per_node={nproc_per_node}: {error}; try a number, or auto") from None
 
 
 def _bounds(nodes: Any) -> tuple[int, int]:

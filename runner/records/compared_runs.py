@@ -16,7 +16,7 @@ DAMAGED = "damaged"  # the state of a run whose files cannot be read
 # Exceptions that values of unexpected types in the files of a run may raise.
 UNREADABLE = (AttributeError, KeyError, OSError, OverflowError, RecursionError, TypeError, ValueError)
 # Keys that only determine where a job ran or where it was stored.
-LOCATION_KEYS = ("name", "outputs", "run", "resume", "hydra", "task", "threads", "logger")
+LOCATION_KEYS = ("name", "outputs", "run", "run_id", "resume", "hydra", "task", "threads", "logger")
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from runner.config.compose import compose
+from runner.config.pointers import named_directory
 from runner.config.resume import OVER, Arguments
 from runner.config.texts import typed_options
 from runner.distributed.environment import RankInfo
@@ -18,6 +19,7 @@ from runner.records.monitor import main_metrics
 from runner.records.report.render import closing
 from runner.records.report.statistics import monitors_of
 from runner.records.run_record import DONE, RunRecord
+from runner.records.settings import OVERRIDES
 from runner.records.tables import format_number, text_table
 from runner.sweeps.jobs import first_job
 from runner.sweeps.queues import read_jobs_and_queues, submit
@@ -47,21 +49,24 @@ def run_sweep(
             f"hydra/launcher={launcher} starts jobs itself, but {rank_info.source} has started this process as rank "
             f"{rank_info.rank} of {rank_info.world_size}; use only one of the two"
         )
+    named = named_directory(base.run_id, base.name, base.outputs)
+    if named and (named / OVERRIDES).is_file():
+        raise InputError(f"run_id={base.run_id} is a run; leave out -m to resume it, or type another run_id")
     record = SweepRecord(list(arguments.recorded), list(arguments.config_dirs), list(command), {})
-    of_sweep = ["hydra.", "hydra/"]
+    of_sweep = ["hydra.", "hydra/", "run_id="]
     if base.hydra.runtime.choices.task != "report":
         of_sweep.append(f"{OVER}=")  # of the table at the end
     swept_overrides = [text for text in arguments.overrides if not text.lstrip("+~").startswith(tuple(of_sweep))]
     backend = typed_options(OmegaConf.to_container(base.backend, resolve=True))
     over = list(map(str, base.report.over))
-    directory = arguments.directory
-    sweep = Sweep(rank_info, arguments, record, directory, backend, swept_overrides, over, on_composed=on_composed)
+    directories = (arguments.directory, named)
+    sweep = Sweep(rank_info, arguments, record, *directories, backend, swept_overrides, over, on_composed=on_composed)
     try:
         hydra.multirun("config", sweep, first, with_log_configuration=False)
         return None if sweep.dry_run else sweep.directory, _finish(sweep)
     except InputError:
         path = Path(str(sweep.directory))
-        if sweep.is_new and not (is_sweep(path) and any(job.num_starts for job in read_ledger(path))):
+        if sweep.is_created and not (is_sweep(path) and any(job.num_starts for job in read_ledger(path))):
             shutil.rmtree(path)
         raise
     except SystemExit as error:

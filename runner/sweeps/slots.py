@@ -61,7 +61,10 @@ def check_slots(slots: Any, configs: Sequence[Config]) -> None:
 
 def count_ranks(launcher: Mapping[str, Any]) -> int:
     """Return the number of ranks that the job's launcher starts on this machine."""
-    return int(launcher.get("nproc_per_node", 1))
+    num = launcher.get("nproc_per_node", 1)
+    if not isinstance(num, int):
+        raise InputError(f"launcher.nproc_per_node={num}: a job in slots needs a number of ranks")
+    return num
 
 
 def run_in_slots(sweep: Sweep, composed: Sequence[DictConfig], first: int, num_slots: int) -> None:

@@ -39,11 +39,13 @@ class Sweep:
     Attributes:
         given: The arguments of the command.
         directory: The directory of the sweep; None until a new one is created.
+        named: The directory that `run_id` names, which need not exist.
         arguments: The overrides of the sweep, with several values for some keys, but without those of Hydra.
         over: The keys over which the table at the end averages.
         jobs: The remaining jobs, in the order in which they run; Hydra's job.num is an index of this list.
         queues: True if the jobs are for a queue; `queued` are submitted together, or only printed if `dry_run`.
-        is_new: True if this process has created the directory.
+        is_new: True if the directory has no ledger yet.
+        is_created: True if this process has created the directory.
         pruners: The pruners of a study's jobs, by job number.
         on_composed: Called once all jobs are composed and checked.
     """
@@ -52,6 +54,7 @@ class Sweep:
     given: Arguments
     record: SweepRecord
     directory: str | None
+    named: Path | None
     backend: dict[str, Any]
     arguments: list[str]
     over: list[str] = field(default_factory=lambda: ["seed"])
@@ -60,6 +63,7 @@ class Sweep:
     queued: list[tuple[JobRecord, Request]] = field(default_factory=list)
     dry_run: bool = False
     is_new: bool = False
+    is_created: bool = False
     pruners: dict[int, TrialPruner] = field(default_factory=dict)
     on_composed: Callable[[], object] = int
 
@@ -93,18 +97,16 @@ class Sweep:
         if self.dry_run:
             if self.directory is not None:
                 raise InputError("launcher.dry_run=true: leave resume= out to print the jobs of a new sweep")
-            self.directory = str(Path(configs[0].outputs).absolute() / configs[0].name / "sweep-STAMP")
+            self.directory = str(self.named or Path(configs[0].outputs).absolute() / configs[0].name / "sweep-STAMP")
             self.jobs = number_jobs(jobs, [], composer, Path(self.directory))
             return
         if self.rank_info.world_size > 1 and (messages := self.join().consensus.first_error("composed", [])):
             raise InputError(*messages)
 
         def plan() -> tuple[str, list[dict[str, Any]]]:
-            self.is_new = self.directory is None
-            if self.directory is None:
-                self.directory = str(new_directory(configs[0].outputs, configs[0].name, prefix="sweep-"))
-            path = Path(self.directory)
+            path = self._open_directory(configs[0])
             ledger.lock_sweep(path)
+            self.is_new = not ledger.is_sweep(path)
             recorded = [] if self.is_new else read_ledger(path)
             self._share(path, recorded, configs, swept)
             if prepare is not None:
@@ -113,7 +115,7 @@ class Sweep:
             self.jobs = [*find_unfinished(path, recorded, len(added)), *added]
             header = {"sweep": asdict(self.record), "at": round(time.time(), 3)}
             ledger.write_lines(path, header, *(job.line() for job in added))
-            return self.directory, [job.line() for job in self.jobs]
+            return str(path), [job.line() for job in self.jobs]
 
         self.directory, planned = self.broadcast("sweep", plan)
         self.jobs = [job_of(line, Path(str(self.directory))) for line in planned]
@@ -121,6 +123,17 @@ class Sweep:
         with read_write(hydra):  # Hydra's launchers create the directory that these two keys name
             hydra.overrides.hydra += [pointer_to(Path(str(self.directory)), "hydra.sweep.dir"), "hydra.sweep.subdir=."]
             hydra.sweep.dir = self.directory
+
+    def _open_directory(self, config: Config) -> Path:
+        """Set `directory`, which is created for a new sweep, and return its path."""
+        if self.directory is None and self.named:
+            self.is_created = not self.named.exists()
+            self.named.mkdir(parents=True, exist_ok=True)
+            self.directory = str(self.named)
+        elif self.directory is None:
+            self.is_created = True
+            self.directory = str(new_directory(config.outputs, config.name, prefix="sweep-"))
+        return Path(self.directory)
 
     def _share(self, path: Path, recorded: list[JobRecord], configs: list[Config], swept: list[str]) -> None:
         """Record the values that all jobs share. Raise InputError if a resumed sweep cannot continue with them."""

@@ -15,6 +15,7 @@ from runner.config.diagnostics.import_target import locate
 from runner.config.diagnostics.signature import check_options, provided
 from runner.config.instantiate import create
 from runner.config.schema import GROUPS, NAMED_GROUPS, as_config
+from runner.config.texts import typed_options
 from runner.config.validate import DESCRIBED, check_input
 from runner.optimization.optimizers import OptimizerFactory
 from runner.paths import CONF
@@ -51,7 +52,8 @@ def resolved(cfg: DictConfig) -> dict[str, Any]:
 
 
 def node_of(group: str, option: str) -> dict[str, Any]:
-    return resolved(composed(f"{group}={option}"))[group]
+    node: dict[str, Any] = typed_options(resolved(composed(f"{group}={option}"))[group], DESCRIBED.get(group))
+    return node
 
 
 def test_every_directory_is_a_group() -> None:

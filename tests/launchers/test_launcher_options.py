@@ -3,11 +3,13 @@
 from typing import Any
 
 import pytest
+import torch
 from worlds import configure
 
 from runner.distributed.environment import RankInfo
 from runner.errors import InputError
-from runner.launchers.launch import launch
+from runner.launchers import torchrun
+from runner.launchers.launch import launch, make_launcher
 from runner.launchers.slurm.launcher import Slurm
 from runner.launchers.spawn import Spawn
 from runner.launchers.torchrun import Torchrun
@@ -33,6 +35,13 @@ def test_a_launcher_inside_a_world_is_refused(kind: type) -> None:
         (Torchrun, {"nodes": "1:2"}, "launcher.nodes=1:2 needs launcher.rdzv_endpoint=HOST:PORT"),
         (Torchrun, {"nodes": 2, "rdzv_endpoint": "a"}, "launcher.rdzv_endpoint=a must be HOST:PORT"),
         (Torchrun, {"rdzv_endpoint": "a:1"}, "launcher.rdzv_endpoint=a:1 needs several nodes"),
+        (
+            Torchrun,
+            {"nodes": 2, "master_addr": "a", "node_rank": 2},
+            "launcher.node_rank=2 must be at least 0 and below",
+        ),
+        (Torchrun, {"nodes": "1:2", "master_addr": "a", "node_rank": 0}, "launcher.nodes=1:2, a fixed number"),
+        (Torchrun, {"nproc_per_node": "gpu"}, "launcher.nproc_per_node=gpu: Cuda is not available"),
         (Torchrun, {"max_restarts": -1}, "launcher.max_restarts=-1 must be at least 0"),
         (Slurm, {"nodes": 0}, "launcher.nodes=0 must be at least 1"),
         (Slurm, {"gpus_per_node": 2, "nproc_per_node": 4}, "launcher.nproc_per_node=4 needs a GPU each"),
@@ -44,3 +53,37 @@ def test_impossible_options_are_refused(kind: type, options: dict[str, Any], mes
     with pytest.raises(ValueError) as caught:
         kind(**options)
     assert message in str(caught.value)
+
+
+def test_torchrun_reads_the_variables_of_the_command_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"NNODES": "2", "NPROC_PER_NODE": "3", "NODE_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "1234"}
+    for name, value in {**values, "MAX_RESTARTS": "4"}.items():
+        monkeypatch.setenv(f"PET_{name}", value)
+    config, _ = configure("model=mlp", "launcher=torchrun", "launcher.max_restarts=5")
+    launcher = make_launcher(config.launcher, debug=False)
+    assert isinstance(launcher, Torchrun)
+    assert (launcher.max_nodes, launcher.nproc_per_node, launcher.node_rank, launcher.is_host) == (2, 3, 1, False)
+    assert (launcher.host, launcher.port, launcher.max_restarts, launcher.world_size) == ("node0", 1234, 5, 6)
+
+
+def test_auto_starts_a_process_for_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "cpu")
+    config, _ = configure("model=mlp", "launcher=torchrun")
+    assert make_launcher(config.launcher, debug=False).world_size == torch._utils.cpu_count()
+
+
+def test_the_name_of_the_first_machine_may_become_known_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of a pod whose address is not assigned yet. A name that a user typed is refused at once."""
+    found = [InputError("unknown"), InputError("unknown"), "10.0.0.1"]
+
+    def look_up(host: str, key: str) -> str:
+        if isinstance(result := found.pop(0), InputError):
+            raise result
+        return result
+
+    monkeypatch.setattr(torchrun, "address_towards", look_up)
+    monkeypatch.setattr(torchrun, "NAME_POLL_S", 0.0)
+    assert Torchrun(1, 2, node_rank=1, master_addr="pod-0")._own_address() == "10.0.0.1"
+    found = [InputError("unknown")]
+    with pytest.raises(InputError, match="unknown"):
+        Torchrun(1, 2, rdzv_endpoint="typo:29400")._own_address()

@@ -33,7 +33,7 @@ class Key:
     @property
     def is_reference(self) -> bool:
         """True if the value interpolates another key, so that users need not set it."""
-        return re.fullmatch(r"\$\{.*\}", self.value) is not None
+        return re.fullmatch(r"\$\{[^:]*\}", self.value) is not None
 
     @property
     def arguments(self) -> str:

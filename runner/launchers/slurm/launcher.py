@@ -92,6 +92,7 @@ class Slurm(Queue):
             print(self._script(config.name, directory, [(directory, request)])[0], end="")
             return {}
         check_sbatch()
+        is_new = directory is None or not directory.exists()
         directory = directory or new_directory(config.outputs, config.name)
         previous = last_job(directory)
         if previous and not query_ended([previous]):
@@ -102,8 +103,8 @@ class Slurm(Queue):
             text, note = self._script(config.name, directory, [(directory, request)])
             job = submit(text, directory)
         except InputError:
-            if request.destination.directory is None:
-                shutil.rmtree(directory)
+            if is_new:
+                shutil.rmtree(directory, ignore_errors=True)
             raise
         print(f"submitted job {job}\nrun directory: {directory}{note}", flush=True)
         return follow(job, directory, self.log_file(directory, job)) if self.wait else {}
