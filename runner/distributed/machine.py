@@ -5,6 +5,7 @@ import json
 import math
 import multiprocessing
 import os
+import resource
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -27,6 +28,32 @@ def check_shared_memory(option: str) -> None:
     except OSError as error:
         reason = f"needs shared memory, but /dev/shm cannot be written ({error.strerror})"
         raise InputError(f"{option} {reason}; mount it writable and larger, {LARGER}") from None
+
+
+def check_open_files(option: str, count: int) -> None:
+    """Raise InputError if this process cannot open `count` further files and sockets. `option` needs them.
+
+    Otherwise, libraries report the limit by a traceback in each of several processes and threads, or not at all: a
+    process that cannot accept a connection lets the other one wait.
+    """
+    if not can_open(count):
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        raise InputError(
+            f"{option} needs {count} more open files, and the limit is {limit} in all; raise it, as with ulimit -n 1024"
+        )
+
+
+def can_open(count: int) -> bool:
+    """Return True if the limit of open files allows this process `count` more."""
+    opened = list[int]()
+    try:
+        opened.extend(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) for _ in range(count))
+    except OSError:
+        return False
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+    return True
 
 
 def choose_devices(world: World) -> list[str]:

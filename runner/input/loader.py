@@ -2,6 +2,7 @@
 
 import errno
 import itertools
+import re
 import resource
 import signal
 import time
@@ -15,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from runner.distributed.failures.signals import exit_at_once_with_parent, ignore_signals
-from runner.distributed.machine import LARGER, check_shared_memory
+from runner.distributed.machine import LARGER, can_open, check_open_files, check_shared_memory
 from runner.errors import JobFailed
 from runner.input.batch import MicroBatch, StepBatch, cast_floating
 from runner.input.pytree import map_tensors, split, tensors
@@ -27,6 +28,14 @@ from runner.input.stream import Position, StepReader, StepSamples, Stream
 # Limits of what is read at once from a dataset with `reads_ahead`: local micro-batches, and bytes of their samples.
 MOST_AT_ONCE, BYTES_AT_ONCE = 16, 8 * 2**20
 EXIT_S = 1.0  # timeout for a worker to exit after its connection is lost
+# Open files that DataLoader needs for itself and for each worker, and those of some batches of two tensors.
+FILES, FILES_PER_WORKER, FILES_OF_BATCHES = 2, 4, 16
+# In messages of torch and multiprocessing if a process cannot open the file of a tensor.
+_NO_FILE = re.compile(r"Too many open files|received \d+ items of ancdata")
+
+
+class _TooFewFiles(RuntimeError):
+    """A worker that cannot open the files of a batch."""
 
 
 class Loader:
@@ -160,8 +169,7 @@ class Loader:
                     worker.join(EXIT_S)
             exited = [each for each in workers if each.exitcode is not None]
             states = [f"DataLoader worker (pid {each.pid}) {_describe_exit(each.exitcode)}" for each in exited]
-            if not states and (isinstance(error, EOFError) or getattr(error, "errno", None) == errno.EMFILE):
-                # A batch is passed by file descriptors; if the worker has none left, it closes the connection.
+            if not states and _is_without_files(error):
                 limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
                 reason = f"a batch cannot be received, because the limit of open files is {limit} (ulimit -n)"
                 raise JobFailed(f"loader.num_workers: {reason}; raise it, or use fewer workers") from None
@@ -225,7 +233,9 @@ def _check_options(num_workers: int, prefetch: int | None, timeout_s: float | No
     if num_workers < 0:
         raise ValueError(f"loader.num_workers={num_workers} must be at least 0")
     if num_workers:
-        check_shared_memory(f"loader.num_workers={num_workers}")
+        check_shared_memory(option := f"loader.num_workers={num_workers}")
+        # The loaders of training and of evaluation keep their workers.
+        check_open_files(option, 2 * (FILES + FILES_PER_WORKER * num_workers) + FILES_OF_BATCHES)
     if prefetch is not None and prefetch < 1:
         raise ValueError(f"loader.prefetch={prefetch} must be at least 1, or null")
     if timeout_s is not None and timeout_s <= 0:
@@ -233,8 +243,23 @@ def _check_options(num_workers: int, prefetch: int | None, timeout_s: float | No
 
 
 def _share_in_worker(batch: Any) -> Any:
-    """In a worker, move the batch to shared memory. An error of the move would be lost in the thread that sends it."""
-    return batch if get_worker_info() is None else map_tensors(torch.Tensor.share_memory_, batch)
+    """In a worker, move the batch to shared memory, if it can be sent: the thread that sends it would lose an error.
+
+    Each tensor is a file, whose descriptor is copied in order to send it.
+    """
+    if get_worker_info() is None:
+        return batch
+    if not can_open(2 * len(tensors(batch)) + FILES_PER_WORKER):
+        raise _TooFewFiles
+    return map_tensors(torch.Tensor.share_memory_, batch)
+
+
+def _is_without_files(error: Exception) -> bool:
+    """Return True if the limit of open files is the cause of an error that is raised while a batch is received."""
+    if isinstance(error, (_TooFewFiles, EOFError)):  # a process that cannot accept a connection closes it
+        return True
+    of_dataset = "in DataLoader worker process" in str(error)
+    return getattr(error, "errno", None) == errno.EMFILE or bool(not of_dataset and _NO_FILE.search(str(error)))
 
 
 def _describe_exit(status: int) -> str:

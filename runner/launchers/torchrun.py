@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous import (
 from runner.config.request import Request
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
-from runner.distributed.machine import check_shared_memory
+from runner.distributed.machine import check_open_files, check_shared_memory
 from runner.distributed.network import address_towards, is_loopback
 from runner.errors import InputError, JobFailed
 from runner.launchers.contract import Launcher
@@ -32,6 +32,7 @@ from runner.records.run_directory import Destination
 MASTER_PORT = 29500  # torchrun's default
 LAST_CALL_S = 30  # for which the minimum number of machines waits for more machines
 NAME_POLL_S = 1.0
+FILES, FILES_PER_RANK = 14, 8  # of the agent, the fork server and the store in this process
 REPORT_S = 20.0  # for the ranks to report that a machine does not respond, after backend.timeout_s
 
 
@@ -82,6 +83,7 @@ class Torchrun(Launcher):
 
     def launch(self, request: Request, rank_info: RankInfo) -> dict[str, float]:
         check_shared_memory(f"launcher={self.source}")
+        check_open_files(f"launcher={self.source}", FILES + FILES_PER_RANK * self.nproc_per_node)
         start_fork_server()
         with (
             forwarding_signals(rank_info.is_embedded) as received,

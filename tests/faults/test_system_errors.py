@@ -3,13 +3,16 @@
 import errno
 import os
 import re
+import resource
 import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import Commands
 
 SMALL = ("model=mlp", "model.hidden=[16]", "data.sample_shape=[1,8,8]", "logger=none", "threads=1", "max_steps=3")
 ERRORS = ("EIO", "EROFS", "ENOSPC", "EDQUOT", "ESTALE", "EFBIG", "EACCES", "EMFILE", "ENFILE")
@@ -111,3 +114,43 @@ def test_a_limit_of_processes_is_one_line(
     monkeypatch.setattr("runner.sweeps.slots.subprocess.Popen", failing(subprocess.Popen, lambda *args: error))
     assert here(*SMALL, *words) == 1
     one_line(*capsys.readouterr())
+
+
+WITH_PROCESSES = {
+    "loader.num_workers=2": ("loader.num_workers=2",),
+    "launcher=spawn": ("launcher=spawn", "parallel=ddp"),
+    "launcher=torchrun": ("launcher=torchrun", "parallel=ddp"),
+}
+
+
+@pytest.mark.fault("a low limit of open files", outcome="refused")
+@pytest.mark.parametrize("option", WITH_PROCESSES)
+def test_a_limit_of_open_files_is_refused_before_processes_start(
+    option: str, here: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, largest = limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = {int(name) for name in os.listdir("/proc/self/fd")}
+    low = [number for number in range(len(opened) + 20) if number not in opened][19]  # 19 more can be opened
+    resource.setrlimit(resource.RLIMIT_NOFILE, (low, largest))
+    try:
+        assert here(*SMALL, *WITH_PROCESSES[option]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(
+        rf"{option} needs 3[06] more open files, and the limit is {low} in all; raise it, as with ulimit -n 1024", line
+    )
+    assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.soak
+@pytest.mark.fault("a low limit of open files", outcome="refused")
+@pytest.mark.parametrize("limit", range(20, 84, 4))
+@pytest.mark.parametrize("words", [(), *WITH_PROCESSES.values(), ("loader.num_workers=2", "launcher=spawn")])
+def test_every_limit_of_open_files_is_one_line(words: tuple[str, ...], limit: int, commands: Commands) -> None:
+    command = [sys.executable, "-m", "runner", *SMALL, *words]
+    done = commands.finish(commands.start_as(["bash", "-c", f'ulimit -n {limit}; exec "$@"', "bash", *command]))
+    assert "Traceback" not in done.stdout + done.stderr
+    if done.returncode:
+        (line,) = done.stderr.splitlines()
+        assert "open files" in line

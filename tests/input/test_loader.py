@@ -4,6 +4,7 @@ import errno
 import itertools
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import time
@@ -193,6 +194,31 @@ def test_a_failed_worker_and_the_reason_are_named(fail: Callable[[], object], me
         loader.close()
 
 
+class WithoutFiles(Dataset[torch.Tensor]):
+    """A dataset that leaves its process one more open file."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        opened = {int(name) for name in os.listdir("/proc/self/fd")}  # one of them lists the directory
+        lowest = min(set(range(len(opened) + 1)) - opened)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        return torch.zeros(3)
+
+
+@pytest.mark.fault("a low limit of open files", outcome="refused")
+def test_a_worker_that_cannot_send_a_batch_is_reported() -> None:
+    """Its sending thread would print a traceback and lose the batch, for which the loader would wait forever."""
+    options = {"num_workers": 1, "timeout_s": 60.0}
+    loader = Loader(WithoutFiles(), Sampler(NUM_SAMPLES, batch_size=1), torch.float32, CPU, **options)  # type: ignore[arg-type]
+    try:
+        with pytest.raises(JobFailed, match="a batch cannot be received, because the limit of open files is"):
+            list(loader.steps(epoch=0))
+    finally:
+        loader.close()
+
+
 def test_lost_connection_to_an_exited_worker_names_the_worker() -> None:
     loader = make(Sampler(NUM_SAMPLES, batch_size=1), num_workers=1)
     try:
@@ -220,7 +246,10 @@ def test_lost_connection_to_an_exited_worker_names_the_worker() -> None:
                 yield
 
         limit = "loader.num_workers: a batch cannot be received, because the limit of open files is .*; raise it"
-        for error in (EOFError(), OSError(errno.EMFILE, "Too many open files")):  # while the worker lives
+        of_torch = RuntimeError("Too many open files. Communication with the workers is no longer possible.")
+        of_python = RuntimeError("received 0 items of ancdata")
+        # while the worker lives
+        for error in (EOFError(), OSError(errno.EMFILE, "Too many open files"), of_torch, of_python):
             with pytest.raises(JobFailed, match=limit):
                 list(loader._naming_workers(Raising(error)))  # type: ignore[arg-type]
         with pytest.raises(RuntimeError, match=rf"DataLoader worker \(pid {worker.pid}\) is killed by signal"):
