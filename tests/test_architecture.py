@@ -46,7 +46,6 @@ MAY_READ_ENVIRONMENT = (
     "runner/jobs/",
     "runner/launchers/",
     "runner/records/code_copy.py",  # the copy of the code that a job of a queue runs
-    "runner/sweeps/slot_process.py",
 )
 MAX_LINES, MAX_LINES_OF_THE_LOOP, MAX_LINES_OF_A_FUNCTION, MAX_FILES = 400, 250, 60, 25
 VAGUE_NAMES = ("utils", "helpers", "misc", "common", "manager", "registry")

@@ -88,12 +88,14 @@ def copy_start(checkpoint: Path, directory: Path) -> None:
 
 def find_finished(request: Request) -> dict[str, float] | None:
     """Return the metrics of the run that `run_id` names, and print that it is finished; None if it is to be trained."""
-    config, directory = request.config, request.destination.directory
+    config, directory, file = request.config, request.destination.directory, request.destination.file
     if not (config.run_id and directory) or config.resume or config.resume_force:
         return None
     run = find_run(Path(directory))
     if run.state not in DONE or differs_from(run.directory, config):
         return None
+    if file is not None:
+        Path(file).write_text(directory)  # for the caller from Python
     print(f"run_id={config.run_id} is {run.state}: {directory}", flush=True)
     return run.metrics
 

@@ -117,8 +117,6 @@ def _metrics_if_finished(request: Request, world: World) -> dict[str, float] | N
     if request.config.run_id is None:
         return None
     metrics: dict[str, float] | None = world.consensus.broadcast("finished", partial(find_finished, request))
-    if metrics is not None:
-        agree_on_directory(request, world)  # for the launcher
     return metrics
 
 

@@ -46,8 +46,6 @@ def launch(request: Request, rank_info: RankInfo, launcher: Launcher | None = No
         launcher = Env(launcher.join_timeout_s)
     if launcher.queues:
         check_queueable(config.task, choices)
-        if (metrics := find_finished(request)) is not None:
-            return metrics
         locate_initial_weights(initial_weights_path(config.init_from, config.task), request.destination.directory)
         if request.queued_overrides:
             request = replace(request, command=replace(request.command, overrides=request.queued_overrides))
@@ -59,17 +57,18 @@ def launch(request: Request, rank_info: RankInfo, launcher: Launcher | None = No
             f"launcher={choices['launcher']} starts processes itself, but {rank_info.source} has started this "
             f"one as rank {rank_info.rank} of {rank_info.world_size}; add launcher=env"
         )
+    if launcher.starts_processes and (metrics := find_finished(request)) is not None:
+        return metrics
     if launcher.world_size is not None:
         check_ahead(config, choices, launcher.world_size)
     return launcher.launch(request, rank_info)
 
 
-def launch_and_report(request: Request, rank_info: RankInfo) -> int:
-    """Run one job, leave its world, and return the exit status."""
+def launch_and_report(request: Request, rank_info: RankInfo, launcher: Launcher | None = None) -> int:
+    """Run one job, leave its world, and return the exit status. launcher: None for that of the configuration."""
     config, status, lines = request.config, 0, []
-    launcher: Launcher | None = None
     try:
-        launcher = make_launcher(config.launcher, config.debug)
+        launcher = launcher or make_launcher(config.launcher, config.debug)
     except InputError as error:
         lines = error.messages
     try:

@@ -1,11 +1,8 @@
 """hydra/launcher=slots: jobs in parallel, each on as many device slots as it has ranks."""
 
 import contextlib
-import os
-import pickle
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -21,6 +18,8 @@ from runner.distributed.backend import as_backend
 from runner.distributed.failures.signals import handling_signals, received
 from runner.distributed.machine import allowed_cores
 from runner.errors import InputError
+from runner.launchers.agent import Assignment
+from runner.launchers.agent_handle import AgentHandle
 from runner.records.ledger import JobRecord
 from runner.records.run_record import NOT_RUN, RUNNING, find_run
 from runner.records.tables import format_number
@@ -32,11 +31,11 @@ SAVE_TIMEOUT_S = 30.0  # for jobs to save and exit after a signal
 
 @dataclass
 class RunningJob:
-    """A running job with its slots and its process. `stderr` is a file that receives its standard error."""
+    """A running job with its slots and its agent. `stderr` is a file that receives its standard error."""
 
     job: JobRecord
     slots: list[int]
-    process: subprocess.Popen[bytes]
+    agent: AgentHandle
     stderr: IO[bytes]
 
 
@@ -90,7 +89,7 @@ def run_in_slots(sweep: Sweep, composed: Sequence[DictConfig], first: int, num_s
                 if received() and deadline is None:
                     deadline = time.monotonic() + SAVE_TIMEOUT_S
                     for each in slots.running:
-                        each.process.send_signal(signal.SIGTERM)
+                        each.agent.send_signal(signal.SIGTERM)
                 if deadline is not None and time.monotonic() > deadline:
                     slots.kill_jobs()
                 time.sleep(POLL_S)
@@ -129,11 +128,11 @@ class _Slots:
             number, listed = self._num_jobs - len(self.waiting), ", ".join(map(str, slots))
             print(f"job {number} of {self._num_jobs} on slot {listed}: {job.label}", flush=True)
             cores, gpus = ([each for slot in slots for each in of[slot]] for of in (self._cores, self._gpus))
-            self.running.append(_start(self._sweep, job, slots, pickle.dumps((request, cores, gpus))))
+            self.running.append(_start(self._sweep, job, slots, Assignment(request, None, cores, gpus)))
 
     def record_ended(self, stopped: bool) -> None:
         """Record the jobs that have ended, and free their slots. `stopped` is True if they were signaled to stop."""
-        for each in [each for each in self.running if each.process.poll() is not None]:
+        for each in [each for each in self.running if each.agent.status is not None]:
             self.running.remove(each)
             self._free = sorted(self._free + each.slots)
             _record_outcome(self._sweep, each, stopped)
@@ -141,9 +140,7 @@ class _Slots:
     def kill_jobs(self) -> None:
         """Kill the processes of the running jobs."""
         for each in self.running:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(each.process.pid, signal.SIGKILL)
-            each.process.wait()
+            each.agent.kill()
 
 
 def divide(devices: Sequence[int], slots: int) -> list[list[int]]:
@@ -152,32 +149,20 @@ def divide(devices: Sequence[int], slots: int) -> list[list[int]]:
     return [list(devices[slot * size : (slot + 1) * size]) for slot in range(slots)]
 
 
-def _start(sweep: Sweep, job: JobRecord, slots: list[int], description: bytes) -> RunningJob:
+def _start(sweep: Sweep, job: JobRecord, slots: list[int], assignment: Assignment) -> RunningJob:
     with contextlib.ExitStack() as opened:
         stderr = opened.enter_context(tempfile.TemporaryFile())
         sweep.write_state(job, "running", slots=slots)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "runner.sweeps.slot_process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,  # the same lines are in the job's log.txt
-            stderr=stderr,
-            start_new_session=True,  # only this process receives Ctrl-C, and it can kill the job's whole group
-        )
+        agent = AgentHandle(assignment, subprocess.DEVNULL, stderr)  # the lines of its output are in the job's log.txt
         opened.pop_all()  # _record_outcome closes the file
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):
-        process.stdin.write(description)
-        process.stdin.flush()  # stays open: at its end of file, the job detects that this process has died
-    return RunningJob(job, slots, process, stderr)
+    return RunningJob(job, slots, agent, stderr)
 
 
 def _record_outcome(sweep: Sweep, ended: RunningJob, stopped: bool) -> None:
     """Record and print the outcome of a job. `stopped` is True if it was signaled to stop."""
-    assert ended.process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):
-        ended.process.stdin.close()
+    ended.agent.close()
     ended.stderr.seek(0)
-    stderr, status = ended.stderr.read().decode(errors="replace").strip(), ended.process.returncode
+    stderr, status = ended.stderr.read().decode(errors="replace").strip(), ended.agent.status or 0
     ended.stderr.close()
     run = find_run(ended.job.directory)
     if status == 0 and run.state not in (RUNNING, NOT_RUN):  # otherwise user code has called os._exit(0)

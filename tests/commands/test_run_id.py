@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from commands import Commands, wait_until
 
+import runner
 from runner.records.attempts import read_attempts
 from runner.records.ledger import read_ledger
 
@@ -34,6 +35,15 @@ def test_a_finished_run_is_left_alone(run: Path, here: Callable[..., int], capsy
     capsys.readouterr()
     assert here(*COMMAND, "parallel=allreduce", "log_every=2") == 0  # keys that may change freely
     assert capsys.readouterr().out == f"run_id=first is finished: {run}\n"
+    assert times(run) == before
+
+
+def test_a_finished_run_is_returned_to_a_caller(run: Path, here: Callable[..., int]) -> None:
+    assert here(*COMMAND) == 0
+    before = times(run)
+    for launcher in ("env", "spawn"):
+        found = runner.train([*COMMAND, f"launcher={launcher}"])
+        assert found.path == run
     assert times(run) == before
 
 

@@ -23,6 +23,7 @@ from runner.paths import CONF
 ANY_SAMPLES = ("linear", "mlp", "toy")
 OF_TOKENS = ("gpt",)  # samples are sequences of them; the other models are for images
 OF_PIXELS = ("unet",)  # each token has outputs, not the whole sample
+NEEDED = {"ssh": ("launcher.hosts=[node1]",)}  # values without a default
 EMBEDDED = ("counting", "digits", "random", "shapes", "text", "toy")  # the other datasets read files
 
 
@@ -52,7 +53,9 @@ def resolved(cfg: DictConfig) -> dict[str, Any]:
 
 
 def node_of(group: str, option: str) -> dict[str, Any]:
-    node: dict[str, Any] = typed_options(resolved(composed(f"{group}={option}"))[group], DESCRIBED.get(group))
+    node: dict[str, Any] = typed_options(
+        resolved(composed(f"{group}={option}", *NEEDED.get(option, ())))[group], DESCRIBED.get(group)
+    )
     return node
 
 

@@ -5,18 +5,20 @@ import shutil
 import signal
 import subprocess
 import sys
+import uuid
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from commands import Commands
+import leftovers
+from commands import MARK, Commands, wait_until
 
 
-def why_not() -> str | None:
-    """Return why network namespaces cannot be created here; None if they can."""
+def why_not(*programs: str) -> str | None:
+    """Return why network namespaces cannot be created here, or which of the programs is missing; None if neither."""
     if os.geteuid() != 0:
         return "needs root to create network namespaces"
-    if missing := [name for name in ("ip", "unshare") if shutil.which(name) is None]:
+    if missing := [name for name in ("ip", "unshare", *programs) if shutil.which(name) is None]:
         return f"needs {', '.join(missing)}"
     done = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True, timeout=120, check=False)
     return f"network namespaces cannot be created: {done.stderr.strip()}" if done.returncode else None
@@ -49,11 +51,46 @@ class Hosts:
             _ip("-n", inner, "address", "add", f"{self.address(host)}/24", "dev", "eth0")
             _ip("-n", inner, "link", "set", "eth0", "up")
 
+    def serve_ssh(self, commands: Commands, host: int, folder: Path) -> "subprocess.Popen[str]":
+        """Start an SSH server on the host, for `ssh -F FOLDER/config host<n>` as root. All its processes are marked."""
+        folder.mkdir(exist_ok=True)
+        for name in ("host_key", "key"):
+            if not (folder / name).exists():
+                _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name))
+        (folder / "config").write_text(
+            f"IdentityFile {folder / 'key'}\nIdentitiesOnly yes\nStrictHostKeyChecking no\nLogLevel ERROR\nUser root\n"
+            "UserKnownHostsFile /dev/null\n"
+            + "".join(f"Host host{n}\n  HostName {self.address(n)}\n" for n in range(1, self.number + 1))
+        )
+        Path("/run/sshd").mkdir(exist_ok=True)  # its directory for privilege separation
+        marks = {leftovers.MARK: leftovers.mark.value, MARK: uuid.uuid4().hex}
+        options = {
+            "HostKey": folder / "host_key", "AuthorizedKeysFile": folder / "key.pub", "PidFile": "none",
+            "ListenAddress": self.address(host), "StrictModes": "no", "UsePAM": "no", "PermitRootLogin": "yes",
+            "SetEnv": " ".join(f"{name}={value}" for name, value in marks.items()),
+        }  # fmt: skip
+        words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+        command = [*self._inside(host), "/usr/sbin/sshd", "-D", "-e", "-f", "/dev/null", *words]
+        process = commands.start_as(command, env=marks)
+        commands.marks[process.pid] = marks[MARK]
+        wait_until(lambda: self._accepts_ssh(host), process)
+        return process
+
+    def _accepts_ssh(self, host: int) -> bool:
+        listing = ["ip", "netns", "exec", self._name(host), "cat", "/proc/net/tcp"]
+        return ":0016 00000000:0000 0A" in subprocess.run(listing, capture_output=True, text=True, check=True).stdout
+
     def runner(self, commands: Commands, host: int, *args: str) -> "subprocess.Popen[str]":
         """Start `python -m runner ARGUMENTS` on the host, which cannot resolve other hosts' names."""
-        inside = ("ip", "netns", "exec", self._name(host), "unshare", "--uts", "sh", "-c")
+        return commands.start_as([*self._inside(host), sys.executable, "-m", "runner", *args])
+
+    def _inside(self, host: int) -> tuple[str, ...]:
         script = f'hostname host{host}; exec "$@"'
-        return commands.start_as([*inside, script, "sh", sys.executable, "-m", "runner", *args])
+        return ("ip", "netns", "exec", self._name(host), "unshare", "--uts", "sh", "-c", script, "sh")
+
+    def join(self, host: int) -> None:
+        """Take the host's link up again."""
+        _ip("-n", self._name(0), "link", "set", f"v{host}", "up")
 
     def cut(self, host: int) -> None:
         """Take the host's link down: packets are lost, and no connection is closed."""
@@ -92,5 +129,9 @@ class Hosts:
 
 
 def _ip(*args: str) -> None:
-    done = subprocess.run(["ip", *args], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, f"ip {' '.join(args)}: {done.stderr}"
+    _run("ip", *args)
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"

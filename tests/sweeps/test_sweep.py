@@ -16,10 +16,10 @@ from commands import Commands, wait_until
 from custom_files import write_files
 from worlds import jobs_of, only_run
 
+from runner.launchers.agent import confine
 from runner.records.ledger import JobRecord, read_ledger
 from runner.records.run_record import RunRecord
 from runner.sweeps.run_sweep import job_table, print_summary
-from runner.sweeps.slot_process import confine
 from runner.sweeps.sweep import Sweep
 
 TOY = ("model=toy", "data=toy", "epochs=1", "backend=gloo", "logger=none", "threads=1")

@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from runner.distributed.failures.signals import INTERRUPTED, Stopped, interruptible
 from runner.errors import InputError, JobFailed
+from runner.launchers.followed_log import FollowedLog
 from runner.records.run_files import make_directory, read_bytes, readable, write_atomically
 from runner.records.run_record import find_run
 
@@ -78,17 +79,13 @@ def query_ended(names: Sequence[str]) -> set[str]:
 
 def follow(job: str, directory: Path, log: Path) -> dict[str, float]:
     """Print the job's log until the job ends. Return the run's metrics; raise JobFailed if the run is not finished."""
-    has_ended, offset = False, 0
+    has_ended, followed = False, FollowedLog(log)
     try:
         with interruptible():
             while not has_ended:
                 time.sleep(POLL_S)
                 has_ended = bool(query_ended([job]))
-                if log.exists():
-                    with log.open(errors="replace") as file:
-                        file.seek(offset)
-                        print(file.read(), end="", flush=True)
-                        offset = file.tell()
+                followed.print_new()
     except (KeyboardInterrupt, Stopped):
         leave_queued(job)
     state, status = _final_state(job)

@@ -1,0 +1,105 @@
+"""The agents of one run on several machines: they are started, replaced if their machine is lost, and stopped."""
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from runner.distributed.failures.signals import handling_signals, received
+from runner.launchers.agent_handle import AgentHandle
+
+POLL_S = 0.2
+RETRY_S = 2.0  # between two attempts to start the agent of a lost machine again
+STEADY_S = 30.0  # after which an agent that was started again counts as running
+SAVE_S = 40.0  # for the ranks to save and exit after a signal
+
+
+@dataclass
+class _Node:
+    name: str
+    handle: AgentHandle
+    started_at: float
+    status: int | None = None  # once the agent has ended
+    is_lost: bool = False
+    num_losses: int = 0
+    retry_until: float | None = None  # while its machine is lost
+
+
+class AgentGroup:
+    """The agents of the machines `names`.
+
+    start: starts the agent of the machine with this number. why_lost: returns why the machine is lost, given the number
+    and the exit status; None if the agent has ended by itself. The run continues without a lost machine if `min_nodes`
+    are left; otherwise its agent is started again for `join_timeout_s` seconds, at most `max_restarts` times. If that
+    fails, the others are stopped at once.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        start: Callable[[int], AgentHandle],
+        why_lost: Callable[[int, int], str | None],
+        min_nodes: int,
+        max_restarts: int,
+        join_timeout_s: float,
+    ):
+        self._start, self._why_lost = start, why_lost
+        self._min_nodes, self._max_restarts, self._join_timeout_s = min_nodes, max_restarts, join_timeout_s
+        self._nodes = [_Node(name, start(number), time.monotonic()) for number, name in enumerate(names)]
+        self._stopped_at: float | None = None
+        self.lost = ""  # why the run cannot continue
+
+    def run(self, on_poll: Callable[[], None]) -> list[int]:
+        """Return the exit statuses of the agents once all have ended, without those of lost machines.
+
+        on_poll: called several times a second. After a signal to this process, the agents save and exit.
+        """
+        with handling_signals():
+            try:
+                while any(node.status is None for node in self._nodes):
+                    for number, node in enumerate(self._nodes):
+                        self._watch(number, node)
+                    if received():
+                        self._stop()
+                    if self._stopped_at is not None and time.monotonic() - self._stopped_at > SAVE_S:
+                        break
+                    on_poll()
+                    time.sleep(POLL_S)
+            finally:
+                for node in self._nodes:
+                    node.handle.close()
+                    node.handle.kill()
+        return [node.status for node in self._nodes if node.status is not None and not node.is_lost]
+
+    def _watch(self, number: int, node: _Node) -> None:
+        """Notice that an agent has ended, or that its machine is lost: then it is replaced, or no longer needed."""
+        status, now = node.handle.status, time.monotonic()
+        if node.status is not None:
+            return
+        if status is None:
+            if now - node.started_at > STEADY_S:
+                node.retry_until = None
+            return
+        why = self._why_lost(number, status)
+        if why is None or self._stopped_at is not None:
+            node.status, node.is_lost = status, why is not None
+            return
+        if node.retry_until is None:  # it has just been lost
+            print(f"{node.name} is lost: {why}", file=sys.stderr, flush=True)
+            node.num_losses, node.retry_until = node.num_losses + 1, now + self._join_timeout_s
+        if sum(not other.is_lost for other in self._nodes if other is not node) >= self._min_nodes:
+            node.status, node.is_lost = status, True
+        elif node.num_losses > self._max_restarts or now > node.retry_until:
+            node.status, node.is_lost, self.lost = status, True, f"{node.name} is lost: {why}"
+            self._stop()
+        elif now - node.started_at > RETRY_S:
+            node.handle.close()
+            node.handle, node.started_at = self._start(number), now
+
+    def _stop(self) -> None:
+        if self._stopped_at is None:
+            self._stopped_at = time.monotonic()
+            for node in self._nodes:
+                if node.status is None:
+                    node.handle.send_signal(signal.SIGTERM)
