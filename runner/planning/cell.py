@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from runner.errors import InputError, first_line, user_line
 from runner.input.source import Source
 from runner.planning.costs import Costs
+from runner.planning.forwards import Forwards
 from runner.planning.imagined_rank import ModeConfig, RankPlan, plan_rank, without_forward
 from runner.planning.memory import GIB
 from runner.planning.simulation import simulate
@@ -96,12 +97,14 @@ def plan_cell(
     world_size: int,
     limit: float,
     costs: Costs,
+    forwards: Forwards | None = None,
 ) -> Cell:
-    """Plan a mode. If it cannot be planned, return a cell with the reason."""
+    """Plan a mode. If it cannot be planned, return a cell with the reason. forwards: those of other cells."""
+    forwards = forwards or Forwards()
     cell = Cell(mode, world_size, limit=limit)
     try:
         cell.round_steps = make_parallel(composed.config.parallel, composed.choices).round_steps
-        ranks = _plan_ranks(composed, data, world_size, costs)
+        ranks = _plan_ranks(composed, data, world_size, costs, forwards)
     except Exception as error:  # raised by the model, or by torch for tensors without values
         cause = _find_value_error(error)
         if cause is None and isinstance(error, InputError):
@@ -115,7 +118,7 @@ def plan_cell(
                 f"task=compare or parallel=auto: {cell.reason}"
             )
             with suppress(Exception):  # not every mode supports another objective, and the constructor may read values
-                ranks = _plan_ranks(without_forward(composed), data, world_size, costs)
+                ranks = _plan_ranks(without_forward(composed), data, world_size, costs, forwards)
                 least = max(rank.peak for rank in ranks) / GIB
                 cell.reason += f"; without activations, a rank needs {least:.3g} GiB"
         return cell
@@ -126,10 +129,12 @@ def plan_cell(
     return cell
 
 
-def _plan_ranks(composed: ModeConfig, data: tuple[Source, Source], world_size: int, costs: Costs) -> list[RankPlan]:
-    first = plan_rank(composed, data, 0, world_size, costs.on_gpu)
+def _plan_ranks(
+    composed: ModeConfig, data: tuple[Source, Source], world_size: int, costs: Costs, forwards: Forwards
+) -> list[RankPlan]:
+    first = plan_rank(composed, data, 0, world_size, costs.on_gpu, forwards)
     others = [rank for rank in distinct_ranks(first.axes, world_size) if rank > 0]
-    return [first, *(plan_rank(composed, data, rank, world_size, costs.on_gpu) for rank in others)]
+    return [first, *(plan_rank(composed, data, rank, world_size, costs.on_gpu, forwards) for rank in others)]
 
 
 def _find_value_error(error: BaseException | None) -> BaseException | None:

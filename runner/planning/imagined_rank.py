@@ -22,6 +22,7 @@ from runner.input.batch import MicroBatch, StepBatch
 from runner.input.pytree import map_tensors, tensors
 from runner.input.source import Source
 from runner.objectives.objective import Objective
+from runner.planning.forwards import Forwards
 from runner.planning.imagined_world import imagined_world, replace_tensors
 from runner.planning.memory import ACTIVATIONS, COMMUNICATION, GRADIENTS, OPTIMIZER, PARAMETERS, MemoryTracker
 from runner.planning.timeline import Message, Operator, Timeline
@@ -29,7 +30,6 @@ from runner.training.build import Assembly, Experiment
 from runner.training.callbacks.contract import Callbacks
 from runner.training.callbacks.ema import EMA
 from runner.training.mode import Axes, ParallelModel
-from runner.training.preflight import run_forward
 from runner.training.throughput import ThroughputMeter
 from runner.training.trainer import Trainer
 
@@ -72,17 +72,19 @@ def plan_rank(
     rank: int,
     world_size: int,
     on_gpu: bool = False,
+    forwards: Forwards | None = None,
 ) -> RankPlan:
     """Plan one rank. Raises InputError as `build` does, and any exception of model and objective.
 
     data: the training data and the evaluated data, as load_data returns them. on_gpu: the ranks compute on GPUs.
+    forwards: those of other ranks.
     """
     config = replace(composed.config, metrics={}, monitor=None, train_metrics=False)
     config = replace(config, log_every=MANY, max_steps=MANY, epochs=MANY)
     backend, tracker = as_backend(config.backend), MemoryTracker(on_cpu=not on_gpu)
     with imagined_world(rank, world_size, backend, on_gpu) as world, tracker:
         train_data, val_data = map(ImaginedSource.of_source, data)
-        experiment = _build(config, composed.choices, world, (train_data, val_data))
+        experiment = _build(config, composed.choices, world, (train_data, val_data), forwards or Forwards())
         round_steps = experiment.parallel.round_steps
         num_planned = min(2, round_steps)  # all steps of a round except the last are identical
         module = experiment.recipe.module
@@ -150,10 +152,12 @@ def _observe_round(
     return events, exchanged
 
 
-def _build(config: Config, choices: Mapping[str, str], world: World, data: tuple[Source, Source]) -> Experiment:
+def _build(
+    config: Config, choices: Mapping[str, str], world: World, data: tuple[Source, Source], forwards: Forwards
+) -> Experiment:
     """Construct the experiment as `runner.training.build.build` does, without what depends on the values of tensors."""
     assembly = Assembly(config, choices, world, data=data, may_defer=False)
-    assembly.prepare_model(run_forward(assembly.components, config.activation_checkpointing != "none"))
+    assembly.prepare_model(forwards.run(config, assembly.components))
     assembly.adapt_model()
     return assembly.finish()
 

@@ -17,6 +17,7 @@ from runner.input.datasets import load_data
 from runner.input.source import Source
 from runner.planning.cell import Cell, plan_cell
 from runner.planning.costs import Costs, Device
+from runner.planning.forwards import Forwards
 from runner.planning.imagined_rank import ModeConfig
 from runner.records.run_directory import Command
 
@@ -51,6 +52,7 @@ def plan_modes(
     costs = dict[int, Costs]()
     data: list[tuple[Source, Source]] = []
     plans: list[Callable[[], Cell]] = []
+    forwards = Forwards()
     for mode, composed in modes.items():
         try:
             if isinstance(composed, InputError):
@@ -62,7 +64,8 @@ def plan_modes(
             plans += [partial(Cell, mode, size, error.messages[0], is_refused=True) for size in limits]
             continue
         plans += [
-            partial(plan_cell, composed, data[0], mode, size, limit, costs[size]) for size, limit in limits.items()
+            partial(plan_cell, composed, data[0], mode, size, limit, costs[size], forwards)
+            for size, limit in limits.items()
         ]
     if num_processes == 1 or device.is_measured:
         return [plan() for plan in plans]

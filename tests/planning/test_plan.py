@@ -14,15 +14,19 @@ import torch
 import worlds
 from commands import Commands, wait_until
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
 from runner.checkpoints.layout import TrainState
 from runner.config.schema import Config
 from runner.errors import InputError
 from runner.input.datasets import load_data
+from runner.input.source import Source
 from runner.paths import CONF
+from runner.planning import forwards as forwards_module
 from runner.planning.cell import Cell, distinct_ranks, plan_cell
-from runner.planning.costs import Costs, _numbers, load_device, with_measured_link
+from runner.planning.costs import Costs, load_device, with_measured_link
+from runner.planning.forwards import Forwards
 from runner.planning.imagined_rank import ModeConfig, RankPlan, plan_rank, without_forward
 from runner.planning.memory import KINDS, MemoryTracker
 from runner.planning.modes import plan_modes
@@ -42,10 +46,14 @@ GPT = ("model=gpt", "model.dim=16", "model.depth=2", "data=text", "data.sample_s
 MODES = ("allreduce", "ddp", "fsdp", "local_sgd", "pipeline", "ps", "tp", "zero")
 
 
-def plan(rank: int, world_size: int, *overrides: str) -> RankPlan:
+def composed_with(*overrides: str) -> tuple[ModeConfig, tuple[Source, Source]]:
     config, request = worlds.configure(*overrides)
     data = load_data(config, request.command.choices, worlds.unconnected())
-    return plan_rank(ModeConfig(config, request.command.choices), data, rank, world_size)
+    return ModeConfig(config, request.command.choices), data
+
+
+def plan(rank: int, world_size: int, *overrides: str) -> RankPlan:
+    return plan_rank(*composed_with(*overrides), rank, world_size)
 
 
 class UnitCosts(Costs):
@@ -282,11 +290,41 @@ def test_operators_are_measured_once_per_shape_with_numbers_that_are_drawn_once(
         patch.setattr(
             torch.Tensor, "uniform_", lambda self, *limits: (draws.update(["uniform"]), uniform(self, *limits))[1]
         )
-        _numbers.cache_clear()
         assert costs.operators(counts) > 0
     names = [operator.function.__name__ for operator in measured]
     assert names.count("select.int") == names.count("mul_.Tensor") == 1
     assert draws == {"uniform": 1}
+
+
+def functions_of(rank: RankPlan) -> list[Any]:
+    """Return the events, with the number of calls by operator; handles of the profiler differ in each step."""
+    return [
+        Counter(operator.function for operator in event.elements()) if isinstance(event, Counter) else event
+        for event in rank.events
+    ]
+
+
+def test_ranks_that_build_the_same_model_need_one_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    forwards, counts = Forwards(), Counter[str]()
+    run = forwards_module.run_forward
+    monkeypatch.setattr(forwards_module, "run_forward", lambda *args: (counts.update(["forward"]), run(*args))[1])
+    for mode in ("allreduce", "ddp", "fsdp"):  # fsdp shards matrices, and therefore needs to know more
+        composed, data = composed_with(*WITH_BATCH_NORM, f"parallel={mode}")
+        for rank in (0, 1):
+            plans = plan_rank(composed, data, rank, 2, forwards=forwards), plan_rank(composed, data, rank, 2)
+            shared, alone = (replace(each, events=functions_of(each)) for each in plans)
+            assert shared == alone
+    assert counts["forward"] == 6 + 2
+    plan_rank(composed_with(*WITH_BATCH_NORM, "seed=1")[0], data, 0, 1, forwards=forwards)
+    assert counts["forward"] == 6 + 3
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_cached_results_are_those_of_the_operators(mode: str) -> None:
+    FakeTensorMode.cache_clear()
+    with torch._dynamo.config.patch(fake_tensor_cache_crosscheck_enabled=True):  # compares them
+        plan(1, 2, *WITH_BATCH_NORM, f"parallel={mode}")
+    assert FakeTensorMode.cache_info().hits > 100
 
 
 def test_few_of_many_ranks_are_planned() -> None:
