@@ -1,6 +1,6 @@
 """The times of operators and messages: measured on this machine, or estimated from the data sheet of another device."""
 
-import functools
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -20,7 +20,9 @@ from runner.records.run_record import find_run
 
 THIS = "this"  # this machine: the data sheet of its GPU, or else that of its CPU
 MIN_S, MAX_REPEATS = 2e-3, 50  # an operator is timed for MIN_S seconds, but at most MAX_REPEATS times
-NUM_COPIED = 2**20  # the random numbers that fill the inputs of measured operators
+LONG_S = 3e-2  # a first call is only timed if it takes this long
+NUM_DRAWN = 2**20  # the random numbers of the inputs of measured operators
+ALIGNED = 64  # elements: the memory of a tensor begins at a multiple of them
 KERNEL_S = 2e-6  # the shortest estimate, about the time of an empty kernel on a GPU
 REACHED = 0.75  # the fraction of a data sheet's rates that operators reach, measured on an H100
 UNKNOWN_GPU = "a100"
@@ -130,6 +132,7 @@ class Costs:
         self._threads = threads or max(1, cores // world_size)
         self._contention = max(1.0, world_size / cores) if device.is_measured else 1.0
         self._known: dict[tuple[Any, ...], float] = {}  # by what the time depends on
+        self._drawn: dict[torch.dtype, torch.Tensor] = {}
 
     @property
     def on_gpu(self) -> bool:
@@ -174,20 +177,48 @@ class Costs:
         num_threads = torch.get_num_threads()
         torch.set_num_threads(self._threads)
         try:
-            # A view reads no values, and the memory of a tensor that nothing writes or reads costs nothing.
-            args, kwargs = operator.arguments(_empty if _is_view(operator.function) else _create_tensor)
-            times = list[float]()
+            args, kwargs = self._inputs(operator)
             with torch.no_grad():
-                operator.function(*args, **kwargs)
+                first = _seconds(operator, args, kwargs)
+                times = [first] if first > LONG_S else []
                 while len(times) < MAX_REPEATS and sum(times) < MIN_S:
-                    start = time.perf_counter()
-                    operator.function(*args, **kwargs)
-                    times.append(time.perf_counter() - start)
+                    times.append(_seconds(operator, args, kwargs))
             return min(times)
         except Exception:  # for example an operator that checks values
             return self._estimate(operator)
         finally:
             torch.set_num_threads(num_threads)
+
+    def _inputs(self, operator: Operator) -> tuple[Any, Any]:
+        """Return arguments that most operators accept: floats are positive, integers and expanded tensors are zeros.
+
+        The tensors of operators that write nothing are different parts of the same numbers, which are drawn once.
+        """
+        if _is_view(operator.function):  # reads no values; memory that nothing writes or reads costs nothing
+            return operator.arguments(_empty)
+        used = Counter[torch.dtype]()
+
+        def create(shape: Shape) -> torch.Tensor:
+            if 0 in shape.stride:
+                return torch.zeros((), dtype=shape.dtype).expand(shape.size)
+            if not shape.dtype.is_floating_point:
+                return _empty(shape).zero_()
+            start, length = used[shape.dtype], shape.extent
+            used[shape.dtype] += ALIGNED * math.ceil(length / ALIGNED)
+            tensor = self._numbers(shape.dtype, used[shape.dtype]).as_strided(shape.size, shape.stride, start)
+            return _empty(shape).copy_(tensor) if operator.function._schema.is_mutable else tensor
+
+        return operator.arguments(create)
+
+    def _numbers(self, dtype: torch.dtype, count: int) -> torch.Tensor:
+        """Return at least `count` positive numbers, copies of a block, because drawing them takes 50 times as long."""
+        if dtype not in self._drawn:
+            self._drawn[dtype] = torch.empty(NUM_DRAWN, dtype=dtype).uniform_(0.1, 1.0)
+        numbers = self._drawn[dtype]
+        if len(numbers) < count:
+            count = max(count, 2 * len(numbers))
+            numbers = self._drawn[dtype] = numbers[:NUM_DRAWN].repeat(math.ceil(count / NUM_DRAWN))
+        return numbers
 
     def _estimate(self, operator: Operator) -> float:
         """Return the time according to the data sheet: the larger of the times of computation and memory accesses."""
@@ -207,30 +238,15 @@ class Costs:
         return max(seconds, KERNEL_S)
 
 
+def _seconds(operator: Operator, args: Any, kwargs: Any) -> float:
+    """Return the time of one call."""
+    start = time.perf_counter()
+    operator.function(*args, **kwargs)
+    return time.perf_counter() - start
+
+
 def _empty(shape: Shape) -> torch.Tensor:
     return torch.empty_strided(shape.size, shape.stride, dtype=shape.dtype)
-
-
-def _create_tensor(shape: Shape) -> torch.Tensor:
-    """Return a tensor whose values most operators accept: positive floats; zeros if integers or expanded."""
-    if 0 in shape.stride:
-        return torch.zeros((), dtype=shape.dtype).expand(shape.size)
-    tensor = _empty(shape)
-    if not shape.dtype.is_floating_point:
-        return tensor.zero_()
-    flat, block = (
-        tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,)),
-        _numbers(shape.dtype),
-    )
-    for part in flat.split(len(block)):
-        part.copy_(block[: len(part)])
-    return tensor
-
-
-@functools.cache
-def _numbers(dtype: torch.dtype) -> torch.Tensor:
-    """Return positive numbers to copy, because drawing them takes fifty times as long."""
-    return torch.empty(NUM_COPIED, dtype=dtype).uniform_(0.1, 1.0)
 
 
 def _is_view(function: Any) -> bool:

@@ -76,8 +76,7 @@ def plan_rank(
 ) -> RankPlan:
     """Plan one rank. Raises InputError as `build` does, and any exception of model and objective.
 
-    data: the training data and the evaluated data, as load_data returns them. on_gpu: the ranks compute on GPUs.
-    forwards: those of other ranks.
+    data: of load_data. on_gpu: the ranks compute on GPUs. forwards: those of other ranks, which are not repeated.
     """
     config = replace(composed.config, metrics={}, monitor=None, train_metrics=False)
     config = replace(config, log_every=MANY, max_steps=MANY, epochs=MANY)
@@ -85,9 +84,8 @@ def plan_rank(
     with imagined_world(rank, world_size, backend, on_gpu) as world, tracker:
         train_data, val_data = map(ImaginedSource.of_source, data)
         experiment = _build(config, composed.choices, world, (train_data, val_data), forwards or Forwards())
-        round_steps = experiment.parallel.round_steps
+        module, round_steps = experiment.recipe.module, experiment.parallel.round_steps
         num_planned = min(2, round_steps)  # all steps of a round except the last are identical
-        module = experiment.recipe.module
         trainer = _make_trainer(config, experiment, _prepare(experiment, world, tracker, num_planned), world)
         make_data = _data_maker(experiment, train_data)
         batch, bytes_per_row = _batch(experiment, make_data), None

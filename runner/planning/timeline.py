@@ -23,6 +23,13 @@ class Shape(NamedTuple):
     dtype: torch.dtype
 
     @property
+    def extent(self) -> int:
+        """The number of elements from the first to the last one in memory."""
+        return (
+            1 + sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True)) if 0 not in self.size else 0
+        )
+
+    @property
     def num_bytes(self) -> int:
         """The bytes that the tensor occupies; an expanded dim occupies none."""
         counts = (n if step else 1 for n, step in zip(self.size, self.stride, strict=True))
