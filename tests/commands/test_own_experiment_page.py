@@ -2,7 +2,7 @@
 
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,12 +17,15 @@ PAGE = Page("your_own_experiment.md")
 
 
 @pytest.fixture
-def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder = PAGE.write(tmp_path)
     monkeypatch.syspath_prepend(folder)
-    for path in folder.glob("*.py"):
-        monkeypatch.delitem(sys.modules, path.stem, raising=False)
-    return folder
+    names = [path.stem for path in folder.glob("*.py")]
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield folder
+    for name in names:
+        sys.modules.pop(name, None)  # README.md also has a module `ring`
 
 
 def train(mine: Path, mode: str, *args: str) -> Run:
