@@ -12,6 +12,7 @@ from runner.launchers.agent_handle import AgentHandle
 POLL_S = 0.2
 RETRY_S = 2.0  # between two attempts to start the agent of a lost machine again
 STEADY_S = 30.0  # after which an agent that was started again counts as running
+FAILED_S = 30.0  # for the other agents to end by themselves after one has failed
 SAVE_S = 40.0  # for the ranks to save and exit after a signal
 
 
@@ -21,6 +22,7 @@ class _Node:
     handle: AgentHandle
     started_at: float
     status: int | None = None  # once the agent has ended
+    ended_at: float | None = None
     is_lost: bool = False
     num_losses: int = 0
     retry_until: float | None = None  # while its machine is lost
@@ -60,7 +62,7 @@ class AgentGroup:
                 while any(node.status is None for node in self._nodes):
                     for number, node in enumerate(self._nodes):
                         self._watch(number, node)
-                    if received():
+                    if received() or self._has_failed():
                         self._stop()
                     if self._stopped_at is not None and time.monotonic() - self._stopped_at > SAVE_S:
                         break
@@ -83,7 +85,7 @@ class AgentGroup:
             return
         why = self._why_lost(number, status)
         if why is None or self._stopped_at is not None:
-            node.status, node.is_lost = status, why is not None
+            node.status, node.is_lost, node.ended_at = status, why is not None, now
             return
         if node.retry_until is None:  # it has just been lost
             print(f"{node.name} is lost: {why}", file=sys.stderr, flush=True)
@@ -96,6 +98,11 @@ class AgentGroup:
         elif now - node.started_at > RETRY_S:
             node.handle.close()
             node.handle, node.started_at = self._start(number), now
+
+    def _has_failed(self) -> bool:
+        """Return True if an agent has failed a while ago, perhaps before it joined the others, which wait for it."""
+        failed = [node.ended_at for node in self._nodes if node.status and node.ended_at is not None]
+        return bool(failed) and time.monotonic() - min(failed) > FAILED_S
 
     def _stop(self) -> None:
         if self._stopped_at is None:

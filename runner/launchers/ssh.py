@@ -112,21 +112,20 @@ class Ssh(Launcher):
         self, path: Path, logs: Sequence[Path], statuses: Sequence[int], lost: str, is_recorded: bool
     ) -> dict[str, float]:
         """Return the metrics of the run, or raise as the job did. A failure that no rank has reported is printed."""
-        directory = str(path)
-        if received() or PREEMPTED in statuses:
+        directory, run, failed = str(path), find_run(path), [each for each in statuses if each not in (0, PREEMPTED)]
+        if received() or (PREEMPTED in statuses and not failed):
             raise Preempted(received() or "a machine was stopped", directory)
         if lost:
             text = f"{lost}; resume={directory} continues the run"
             print(f"error: {text}", file=sys.stderr, flush=True)
             raise JobFailed(text, directory=directory)
-        run, status = find_run(path), max(statuses)
-        if status == 0:
+        if not failed:
             return run.metrics
         text = (run.error if is_recorded else None) or ""
         if not text:
-            text = logs[statuses.index(status)].read_text(errors="replace").strip()
+            text = logs[statuses.index(failed[0])].read_text(errors="replace").strip()
             print(text, file=sys.stderr, flush=True)
-        raise JobFailed(text, status, directory)
+        raise JobFailed(text, failed[0], directory)
 
     def _torchrun(self, number: int, facts: Sequence[HostFacts]) -> Torchrun:
         """Return the launcher of the agent on a machine. The first machine has the rendezvous."""
@@ -185,11 +184,12 @@ class Ssh(Launcher):
 
 def _parse(text: str, num_ranks: int) -> Host:
     """Return the machine of `NAME` or `NAME:NUMBER`."""
-    name, colon, number = text.rpartition(":")
-    if not colon or not number.isdigit():
-        return Host(text, num_ranks)
-    if not name or int(number) < 1:
-        raise ValueError(f"launcher.hosts: {text} must be NAME, or NAME:4 with a number of ranks of at least 1")
+    name, _, number = text.partition(":")
+    number = number or str(num_ranks)
+    if not name or "/" in name or not number.isdigit() or int(number) < 1:
+        raise ValueError(
+            f"launcher.hosts: {text} must be NAME or NAME:RANKS, as node1 or node1:4; write ports into ~/.ssh/config"
+        )
     return Host(name, int(number))
 
 

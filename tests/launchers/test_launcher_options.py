@@ -12,6 +12,7 @@ from runner.launchers import torchrun
 from runner.launchers.launch import launch, make_launcher
 from runner.launchers.slurm.launcher import Slurm
 from runner.launchers.spawn import Spawn
+from runner.launchers.ssh import Ssh
 from runner.launchers.torchrun import Torchrun
 
 
@@ -43,6 +44,11 @@ def test_a_launcher_inside_a_world_is_refused(kind: type) -> None:
         (Torchrun, {"nodes": "1:2", "master_addr": "a", "node_rank": 0}, "launcher.nodes=1:2, a fixed number"),
         (Torchrun, {"nproc_per_node": "gpu"}, "launcher.nproc_per_node=gpu: Cuda is not available"),
         (Torchrun, {"max_restarts": -1}, "launcher.max_restarts=-1 must be at least 0"),
+        (Ssh, {}, "launcher.hosts=[] must name machines"),
+        (Ssh, {"hosts": ["a", "a:2"]}, "each machine once"),
+        (Ssh, {"hosts": ["ssh://a:22"]}, "launcher.hosts: ssh://a:22 must be NAME or NAME:RANKS"),
+        (Ssh, {"hosts": ["a:0"]}, "launcher.hosts: a:0 must be NAME or NAME:RANKS"),
+        (Ssh, {"hosts": ["a"], "min_nodes": 2}, "launcher.min_nodes=2 must be from 1 to 1"),
         (Slurm, {"nodes": 0}, "launcher.nodes=0 must be at least 1"),
         (Slurm, {"gpus_per_node": 2, "nproc_per_node": 4}, "launcher.nproc_per_node=4 needs a GPU each"),
         (Slurm, {"sbatch": {"job_name": "x"}}, "launcher.sbatch.job_name: the launcher sets this option"),
@@ -87,3 +93,8 @@ def test_the_name_of_the_first_machine_may_become_known_later(monkeypatch: pytes
     found = [InputError("unknown")]
     with pytest.raises(InputError, match="unknown"):
         Torchrun(1, 2, rdzv_endpoint="typo:29400")._own_address()
+
+
+def test_the_hosts_of_ssh_have_their_own_numbers_of_ranks() -> None:
+    assert Ssh(["me@node1", "node2:4"], nproc_per_node=8).world_size == 12
+    assert Ssh(["node1", "node2"], min_nodes=1).world_size is None

@@ -1,0 +1,83 @@
+"""The agents of several machines: which of them are started again, and when the others are stopped."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+from runner.launchers import agent_group
+from runner.launchers.agent_group import AgentGroup
+from runner.launchers.agent_handle import AgentHandle
+
+LOST = 255
+
+
+class Agent:
+    """An agent that runs until it is signaled, or for a number of looks at its status, and then has this status."""
+
+    def __init__(self, status: int | None = None, after: int = 0):
+        self._end, self._after = status, after
+
+    @property
+    def status(self) -> int | None:
+        self._after -= 1
+        return self._end if self._after < 0 else None
+
+    def send_signal(self, number: int) -> None:
+        self._end, self._after = 128 + number, 0
+
+    def close(self) -> None:
+        pass
+
+    kill = close
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AgentGroup]:
+    for name in ("POLL_S", "RETRY_S", "FAILED_S"):
+        monkeypatch.setattr(agent_group, name, 0.0)
+
+    def make(*agents: list[Agent], min_nodes: int = 2, max_restarts: int = 0, join_timeout_s: float = 60) -> AgentGroup:
+        waiting = [list(each) for each in agents]
+
+        def start(number: int) -> AgentHandle:
+            return cast(AgentHandle, waiting[number].pop(0))
+
+        def why_lost(number: int, status: int) -> str | None:
+            return "no route" if status == LOST else None
+
+        names = [f"node{number}" for number in range(len(agents))]
+        return AgentGroup(names, start, why_lost, min_nodes, max_restarts, join_timeout_s)
+
+    return make
+
+
+def run(group: AgentGroup) -> list[int]:
+    return group.run(lambda: None)
+
+
+def test_the_statuses_are_those_of_the_agents(group: Callable[..., AgentGroup]) -> None:
+    assert run(group([Agent(0, after=3)], [Agent(0)])) == [0, 0]
+
+
+def test_agents_that_wait_for_one_that_has_failed_are_stopped(group: Callable[..., AgentGroup]) -> None:
+    assert run(group([Agent()], [Agent(1)])) == [143, 1]
+
+
+def test_a_lost_machine_is_started_again(group: Callable[..., AgentGroup], capsys: pytest.CaptureFixture[str]) -> None:
+    agents: list[Any] = [Agent(LOST, after=2), Agent(LOST), Agent(LOST), Agent(0, after=2)]
+    made = group([Agent(0, after=9)], agents, max_restarts=1)
+    assert run(made) == [0, 0] and made.lost == ""
+    assert capsys.readouterr().err == "node1 is lost: no route\n"
+
+
+def test_the_others_are_stopped_at_once_if_too_few_are_left(group: Callable[..., AgentGroup]) -> None:
+    made = group([Agent()], [Agent(LOST)])
+    assert run(made) == [143] and made.lost == "node1 is lost: no route"
+    made = group([Agent()], [Agent(LOST), *(Agent(LOST) for _ in range(10_000))], max_restarts=1, join_timeout_s=0.05)
+    assert run(made) == [143] and made.lost == "node1 is lost: no route"
+
+
+def test_the_run_goes_on_without_a_machine_if_enough_are_left(group: Callable[..., AgentGroup]) -> None:
+    made = group([Agent(0, after=5)], [Agent(LOST)], [Agent(0, after=5)])
+    assert run(made) == [0, 0] and made.lost == ""
