@@ -37,7 +37,7 @@ class Key:
 
     @property
     def arguments(self) -> str:
-        value = "VALUE" if self.value in ("null", "???") else shlex.quote(self.value)
+        value = "VALUE" if self.value in ("null", "???") or "${" in self.value else shlex.quote(self.value)
         return self.example or f"{self.name}={value}"
 
     @property
