@@ -19,7 +19,7 @@ from runner.config.changes import check_resumable
 from runner.config.custom_dirs import on_search_path
 from runner.config.diagnostics.import_target import import_torch
 from runner.config.diagnostics.keys import value_problem
-from runner.config.diagnostics.overrides import explain
+from runner.config.diagnostics.overrides import explain, explain_keys
 from runner.config.schema import GROUPS, NAMED_GROUPS, Config, apply_debug, as_config
 from runner.config.texts import typed_keys, typed_options
 from runner.config.validate import DESCRIBED, check_input, check_types, check_values
@@ -61,6 +61,8 @@ def compose(overrides: Sequence[str]) -> DictConfig:
     """Return the configuration, with Hydra's own node. Raise InputError that explains every wrong override."""
     owner = GlobalHydra.instance().hydra
     assert owner is not None
+    if messages := explain_keys(overrides, owner.config_loader):
+        raise InputError(*messages)
     with explained(overrides):
         return owner.compose_config("config", list(overrides), run_mode=RunMode.RUN, with_log_configuration=False)
 

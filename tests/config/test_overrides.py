@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 from custom_files import write_files
 from hydra import initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig
 
+from runner.config import compose as composition
 from runner.config.diagnostics.overrides import explain, refuse_overrides
+from runner.errors import InputError
 
 
 @dataclass
@@ -162,3 +165,20 @@ def test_directories_of_hydra_cannot_be_set():
     rule = ": outputs and name decide the directory; type outputs=DIR or name=NAME"
     right = ["hydra.verbose=true", "hydra.job.name=x", "hydra.job={name:x}", "run=hydra.run.dir", "outputs=x"]
     assert refuse_overrides([*right, *wrong]) == [line + rule for line in wrong]
+
+
+def test_a_top_level_key_that_does_not_exist_is_refused_after_one_composition(monkeypatch: pytest.MonkeyPatch) -> None:
+    composed = list[str | None]()
+    load = ConfigLoaderImpl.load_configuration
+    monkeypatch.setattr(
+        ConfigLoaderImpl,
+        "load_configuration",
+        lambda self, config_name, *args, **options: (
+            composed.append(config_name),
+            load(self, config_name, *args, **options),
+        )[1],
+    )
+    with composition.prepared_hydra([]), pytest.raises(InputError) as raised:
+        composition.compose(["experiment=digits", "epochz=3", "batch_size=3"])
+    assert raised.value.messages == ["epochz=3: no such key; did you mean epochs?"]
+    assert composed == ["config"]

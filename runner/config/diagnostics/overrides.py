@@ -36,6 +36,21 @@ def explain(error: Exception, overrides: Sequence[str], config_loader: ConfigLoa
     return messages or [_composition_problem(error)]
 
 
+def explain_keys(overrides: Sequence[str], config_loader: ConfigLoader) -> list[str]:
+    """Return a line for every wrong override if one of them sets a top-level key that does not exist; else nothing.
+
+    It saves the composition by Hydra, which would fail and takes as long as the composition for the messages.
+    """
+    roots = {key_of(line).partition(".")[0] for line in overrides} - {*KEYS, "hydra"}
+    if not roots:
+        return []
+    with contextlib.suppress(Exception):  # the search path or the default configuration is invalid
+        explanation = _Explanation(overrides, config_loader)
+        if not all("/" in root or explanation.options_of(root) for root in roots):
+            return explanation.messages()
+    return []
+
+
 def refuse_overrides(overrides: Sequence[str]) -> list[str]:
     """Return a line for each override on the command line that Hydra would accept although it must not be set."""
     messages = []
@@ -74,7 +89,7 @@ class _Explanation:
                 problems[line] = self._grammar_problem(line)
             elif override.is_sweep_override():
                 problems[line] = self._sweep_problem(override)
-            elif not self._options(override.key_or_group) or isinstance(override.value(), dict):
+            elif not self.options_of(override.key_or_group) or isinstance(override.value(), dict):
                 keys[line] = override
             elif problem := self._option_problem(override):
                 problems[line] = problem
@@ -103,7 +118,7 @@ class _Explanation:
             return override if override.key_or_group else None
         return None
 
-    def _options(self, group: str, kind: ObjectType = ObjectType.CONFIG) -> list[str]:
+    def options_of(self, group: str, kind: ObjectType = ObjectType.CONFIG) -> list[str]:
         if not self._search_path:
             repository: Any = self._loader.repository  # type: ignore[attr-defined]
             return list(repository.get_group_options(group, kind))  # the loader copies the repository for each group
@@ -111,11 +126,11 @@ class _Explanation:
         return self._loader.get_group_options(group, kind, None, self._search_path)
 
     def _groups(self) -> list[str]:
-        return self._options("", ObjectType.GROUP)
+        return self.options_of("", ObjectType.GROUP)
 
     def _choose(self, option: str) -> str | None:
         """Return the override that chooses the option in the first group that has it."""
-        groups = (group for group in (*self._groups(), *_HYDRA_GROUPS) if option in self._options(group))
+        groups = (group for group in (*self._groups(), *_HYDRA_GROUPS) if option in self.options_of(group))
         return next((f"{group}={option}" for group in groups), None)
 
     def _option_problem(self, override: Override) -> str | None:
@@ -123,9 +138,9 @@ class _Explanation:
         for name in value if isinstance(value, list) else [value]:
             # An option may be in a subdirectory of its group: model=vision/convnet.
             directory, _, option = f"{group}/{name}".removesuffix(".yaml").rpartition("/")
-            if override.is_delete() or (isinstance(name, str) and option in self._options(directory)):
+            if override.is_delete() or (isinstance(name, str) and option in self.options_of(directory)):
                 continue
-            options = self._options(group)
+            options = self.options_of(group)
             what = f"no such {group.rpartition('/')[2]}"
             if ignored := ignored_file(searched_dirs(), f"{directory}/{option}"):
                 return ignored
@@ -137,7 +152,7 @@ class _Explanation:
     def _sweep_problem(self, override: Override) -> str:
         if override.is_hydra_override():
             return "a sweep cannot vary Hydra's own keys; type one value"
-        if override.value_type != ValueType.SIMPLE_CHOICE_SWEEP or self._options(override.key_or_group):
+        if override.value_type != ValueType.SIMPLE_CHOICE_SWEEP or self.options_of(override.key_or_group):
             return "a sweep needs -m"
         return f"a sweep needs -m; for one list type {override.get_key_element()}=[{override.get_value_string()}]"
 
