@@ -68,7 +68,8 @@ class MemoryTracker(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         in_backward = torch._C._current_graph_task_id() != -1
         kind = COMMUNICATION if "c10d" in function.namespace else REST if in_backward else ACTIVATIONS
-        for tensor in tree_leaves(result):
+        results = [result] if isinstance(result, torch.Tensor) else tree_leaves(result)  # which takes a while
+        for tensor in results:
             if isinstance(tensor, torch.Tensor):
                 self._add(tensor, kind)
         if self._on_cpu:
