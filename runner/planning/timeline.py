@@ -85,7 +85,8 @@ class Timeline(CommunicationCounter):
             operators = self.events[-1]
             assert isinstance(operators, Counter)
             leaves, structure = tree_flatten((args, kwargs or {}))
-            outputs = tuple(map(_shape, tree_flatten(result)[0]))
+            results = [result] if isinstance(result, torch.Tensor) else tree_flatten(result)[0]
+            outputs = tuple(map(_shape, results))
             operators[Operator(function, tuple(map(_shape, leaves)), outputs, structure)] += 1
         elif function.__name__.startswith("recv"):
             group = dist.ProcessGroup.unbox(args[1])
