@@ -64,25 +64,29 @@ class OptunaSweeper(Sweeper):
 
 
 class SlotsLauncher(Launcher):
-    """hydra/launcher=slots: jobs in parallel, each on its own devices."""
+    """hydra/launcher=slots: jobs in parallel, each on its own devices, here or on machines that ssh reaches."""
 
-    def __init__(self, slots: Any):
-        self.slots = slots
+    def __init__(self, slots: Any, hosts: Any = (), python: Any = None, env: Any = None, options: Any = ()):
+        self.slots, self.hosts = slots, list(hosts)
+        self.options = {"python": python, "env": dict(env or {}), "options": list(options)}
+        self.machines: list[Any] = []  # once they have been checked
 
     def setup(self, *, hydra_context: HydraContext, task_function: Any, config: DictConfig) -> None:
         self.task, self.loader, self.config = task_function, hydra_context.config_loader, config
 
     def check(self, configs: Sequence[Any]) -> None:
         """Raise InputError if the jobs cannot run on these slots."""
-        from runner.sweeps.slots import check_slots
+        from runner.sweeps.slot_machines import find_machines
+        from runner.sweeps.slots import check_jobs
 
-        check_slots(self.slots, configs)
+        self.machines = find_machines(self.slots, self.hosts, self.options, configs)
+        check_jobs(self.machines, configs)
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         from runner.sweeps.slots import run_in_slots
 
         composed = [self.loader.load_sweep_config(self.config, list(overrides)) for overrides in job_overrides]
-        run_in_slots(self.task, composed, initial_job_idx, self.slots)
+        run_in_slots(self.task, composed, initial_job_idx, self.machines)
         return []
 
 

@@ -116,7 +116,8 @@ def check_resumable(config: Config, choices: Mapping[str, str | None]) -> list[s
         if config.fork and locate(config.task[TARGET]).trains:
             run = Path(config.fork)
             named = f"fork={run}"
-            return _check_checkpoint("fork", run, config.checkpoint.load) or _check_resumed(named, run, config, choices)
+            checkpoint = config.checkpoint.load
+            return _check_checkpoint("fork", run, checkpoint) or _check_resumed(named, run, config, choices, checkpoint)
         if config.run and locate(config.task[TARGET]).reads_checkpoint:
             return _check_checkpoint("run", Path(config.run), config.checkpoint.load)
     except InputError as error:
@@ -150,15 +151,20 @@ def _check_named(run: Path, config: Config, choices: Mapping[str, str | None]) -
             f"run_id={config.run_id} names a run with another configuration: {listed}; type another run_id, or add "
             "resume_force=true to resume it with these values"
         ]
+    if find_run(run).state in DONE and not config.resume_force:
+        return []  # there is nothing to resume
     return _check_resumed(f"run_id={config.run_id}", run, config, choices)
 
 
-def _check_resumed(named: str, run: Path, config: Config, choices: Mapping[str, str | None]) -> list[str]:
+def _check_resumed(
+    named: str, run: Path, config: Config, choices: Mapping[str, str | None], checkpoint: str | None = None
+) -> list[str]:
+    """Return why the configuration cannot continue the run. checkpoint: None for its newest one."""
     messages = list[str]()
     if not config.resume_force:
         messages += _check_fixed(run, apply_debug(config), choices) + check_code(run, config.launcher)
-    if config.fork and not config.resume:  # `_check_checkpoint` has found the checkpoint
-        stopped = layout.read_train_state(layout.find_checkpoint(run / CHECKPOINTS, config.checkpoint.load))
+    if checkpoint is not None:  # `_check_checkpoint` has found it
+        stopped = layout.read_train_state(layout.find_checkpoint(run / CHECKPOINTS, checkpoint))
     elif (newest := _newest_state(named, run)) is None:
         return messages + _check_restart(named, run)
     else:

@@ -87,7 +87,7 @@ def copy_start(checkpoint: Path, directory: Path) -> None:
 
 
 def find_finished(request: Request) -> dict[str, float] | None:
-    """Return the metrics of the run that `run_id` names, and print that it is finished; None if it is to be trained."""
+    """Return the metrics of the run that `run_id` names, and print that it is finished; None for other runs."""
     config, directory, file = request.config, request.destination.directory, request.destination.file
     if not (config.run_id and directory) or config.resume or config.resume_force:
         return None

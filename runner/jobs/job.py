@@ -57,8 +57,10 @@ def run_job(request: Request, world: World) -> dict[str, float]:
     """
     with run_in_progress(), handling_signals(), copying_output(world.rank == 0):
         chooses_mode = request.command.choices.get("parallel") == AUTO
-        if chooses_mode or request.config.micro_batches == AUTO:
-            _run_once(request, world, checks_only=True)  # at once, because plans and measurements take long
+        # At once, because plans and measurements take long.
+        plans = chooses_mode or request.config.micro_batches == AUTO
+        if plans and (metrics := _run_once(request, world, checks_only=True)):
+            return metrics
         if chooses_mode:
             from runner.jobs.mode_choice import choose_mode  # imported late, because other jobs do not need it
 
@@ -74,7 +76,7 @@ def _run_once(
     """Run the job once. Raises as run_job does, and TooLarge if `may_double` and smaller micro-batches may fit.
 
     `may_double` is None unless `micro_batches` was auto. With `checks_only`, only refuse wrong input: nothing is
-    written, and there are no metrics.
+    written, and there are no metrics, except those of a run that `run_id` names if it is finished.
 
     The exception refers to no frame, and so to no model: a live DDP module would outlast its group (see
     runner.distributed.process_group).
@@ -82,10 +84,9 @@ def _run_once(
     world.begin_job(as_backend(request.config.backend))
     raised: Exception
     try:
-        if checks_only:
-            return _check(request, world)
-        metrics = _metrics_if_finished(request, world)
-        return _run(request, world, may_double) if metrics is None else metrics
+        if (metrics := _metrics_if_finished(request, world)) is not None:
+            return metrics
+        return _check(request, world) if checks_only else _run(request, world, may_double)
     except (InputError, Preempted, JobFailed) as error:
         raised = error.with_traceback(None)
         raised.__context__ = raised.__cause__ = None

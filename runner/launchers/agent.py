@@ -1,4 +1,4 @@
-"""The process of one job that another process has started, possibly on another machine, and follows.
+"""A process that runs one job for the process that has started it, possibly from another machine.
 
 usage: python -m runner.launchers.agent, with standard input as runner.launchers.agent_handle writes it
 """
@@ -25,7 +25,7 @@ from runner.process.standard_streams import open_streams
 if TYPE_CHECKING:  # imports torch
     from runner.launchers.contract import Launcher
 
-SIZE_BYTES = 8  # of the number of bytes of the pickled assignment, in front of it
+SIZE_BYTES = 8  # the length of the number in front of the pickled assignment, which is the number of its bytes
 ALIVE = 0  # the byte by which the starter shows that it is running; any other one is the number of a signal
 
 
@@ -43,9 +43,10 @@ class Assignment:
 
 def main() -> int:
     """Run the job of the assignment. Return the exit status that it would have as a separate command."""
-    size = int.from_bytes(_read(SIZE_BYTES), "big")
-    assignment: Assignment = pickle.loads(_read(size))
-    threading.Thread(target=_follow_starter, args=(assignment,), daemon=True, name="starter").start()
+    lifeline = _take_standard_input()
+    size = int.from_bytes(_read(lifeline, SIZE_BYTES), "big")
+    assignment: Assignment = pickle.loads(_read(lifeline, size))
+    threading.Thread(target=_follow_starter, args=(lifeline, assignment), daemon=True, name="starter").start()
     confine(assignment.cores, assignment.gpus)
     add_to_path(assignment.request.command.config_dirs)
     from runner.launchers.launch import launch_and_report
@@ -64,22 +65,30 @@ def confine(cores: Sequence[int], gpus: Sequence[int]) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[gpu] for gpu in gpus)
 
 
-def _read(size: int) -> bytes:
+def _take_standard_input() -> int:
+    """Return a new descriptor of standard input, and close that for the ranks, which must not read from it."""
+    lifeline, null = os.dup(0), os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    return lifeline
+
+
+def _read(lifeline: int, size: int) -> bytes:
     """Read exactly this many bytes, unbuffered, because later bytes are read as they arrive."""
     found = b""
     while len(found) < size:
-        if not (part := os.read(0, size - len(found))):
+        if not (part := os.read(lifeline, size - len(found))):
             sys.exit("the process that started this agent has exited")
         found += part
     return found
 
 
-def _follow_starter(assignment: Assignment) -> None:
+def _follow_starter(lifeline: int, assignment: Assignment) -> None:
     """Pass on the starter's signals. Once the starter is lost, let the job save, and kill its whole process group.
 
     Over a connection that is cut, the end of the input never arrives, but neither does a byte.
     """
-    while select.select([0], [], [], assignment.silence_s)[0] and (received := os.read(0, 1)):
+    while select.select([lifeline], [], [], assignment.silence_s)[0] and (received := os.read(lifeline, 1)):
         if received[0] != ALIVE:
             os.kill(os.getpid(), received[0])
     if assignment.save_s:

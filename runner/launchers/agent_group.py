@@ -1,5 +1,6 @@
 """The agents of one run on several machines: they are started, replaced if their machine is lost, and stopped."""
 
+import math
 import signal
 import sys
 import time
@@ -22,7 +23,7 @@ class _Node:
     handle: AgentHandle
     started_at: float
     status: int | None = None  # once the agent has ended
-    ended_at: float | None = None
+    ended_at: float = math.inf
     is_lost: bool = False
     num_losses: int = 0
     retry_until: float | None = None  # while its machine is lost
@@ -51,9 +52,10 @@ class AgentGroup:
         self._nodes = [_Node(name, start(number), time.monotonic()) for number, name in enumerate(names)]
         self._stopped_at: float | None = None
         self.lost = ""  # why the run cannot continue
+        self.signal: str | None = None  # the first one that this process has received
 
-    def run(self, on_poll: Callable[[], None]) -> list[int]:
-        """Return the exit statuses of the agents once all have ended, without those of lost machines.
+    def run(self, on_poll: Callable[[], None]) -> dict[int, int]:
+        """Run the agents to their end. Return their exit statuses by number, without lost machines, the earliest first.
 
         on_poll: called several times a second. After a signal to this process, the agents save and exit.
         """
@@ -62,7 +64,8 @@ class AgentGroup:
                 while any(node.status is None for node in self._nodes):
                     for number, node in enumerate(self._nodes):
                         self._watch(number, node)
-                    if received() or self._has_failed():
+                    self.signal = received()
+                    if self.signal or self._has_failed():
                         self._stop()
                     if self._stopped_at is not None and time.monotonic() - self._stopped_at > SAVE_S:
                         break
@@ -72,10 +75,11 @@ class AgentGroup:
                 for node in self._nodes:
                     node.handle.close()
                     node.handle.kill()
-        return [node.status for node in self._nodes if node.status is not None and not node.is_lost]
+        ended = [(node.ended_at, number, node.status) for number, node in enumerate(self._nodes) if not node.is_lost]
+        return {number: status for _, number, status in sorted(ended) if status is not None}
 
     def _watch(self, number: int, node: _Node) -> None:
-        """Notice that an agent has ended, or that its machine is lost: then it is replaced, or no longer needed."""
+        """Record the end of an agent. If its machine is lost, start it again, go on without it, or stop the others."""
         status, now = node.handle.status, time.monotonic()
         if node.status is not None:
             return
@@ -90,7 +94,8 @@ class AgentGroup:
         if node.retry_until is None:  # it has just been lost
             print(f"{node.name} is lost: {why}", file=sys.stderr, flush=True)
             node.num_losses, node.retry_until = node.num_losses + 1, now + self._join_timeout_s
-        if sum(not other.is_lost for other in self._nodes if other is not node) >= self._min_nodes:
+        others = [other for other in self._nodes if other is not node and not other.is_lost]
+        if len(others) >= self._min_nodes or any(other.status == 0 for other in others):  # or the run is finished
             node.status, node.is_lost = status, True
         elif node.num_losses > self._max_restarts or now > node.retry_until:
             node.status, node.is_lost, self.lost = status, True, f"{node.name} is lost: {why}"
@@ -101,8 +106,8 @@ class AgentGroup:
 
     def _has_failed(self) -> bool:
         """Return True if an agent has failed a while ago, perhaps before it joined the others, which wait for it."""
-        failed = [node.ended_at for node in self._nodes if node.status and node.ended_at is not None]
-        return bool(failed) and time.monotonic() - min(failed) > FAILED_S
+        failed = [node.ended_at for node in self._nodes if node.status and not node.is_lost]
+        return time.monotonic() - min(failed, default=math.inf) > FAILED_S
 
     def _stop(self) -> None:
         if self._stopped_at is None:

@@ -1,4 +1,4 @@
-"""What a machine tells about itself before a run starts there: python -m runner.launchers.host_facts SHARED_FILE."""
+"""The facts of a machine that is to run ranks: python -m runner.launchers.host_facts FILE prints them in JSON."""
 
 import hashlib
 import json
@@ -10,7 +10,6 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from runner.paths import ROOT
 from runner.records.provenance import versions
 
 
@@ -22,6 +21,7 @@ class HostFacts:
     code: str  # a hash of the runner's own modules
     sees_file: bool  # the machine sees the file that the starter has created among the outputs
     num_gpus: int
+    cores: list[int]  # that processes may use
     address: str  # by which the starter has reached the machine
     port: int  # a free one
 
@@ -30,14 +30,20 @@ def find_facts(shared: Path) -> HostFacts:
     address = os.environ.get("SSH_CONNECTION", "").split()[2:3]
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
-    return HostFacts(versions(), _hash_code(), shared.exists(), _count_gpus(), address[0] if address else "", port)
+    return HostFacts(
+        versions(), _hash_code(), shared.exists(), _count_gpus(), _cores(), address[0] if address else "", port
+    )
 
 
 def _hash_code() -> str:
     found = hashlib.sha256()
-    for path in sorted((ROOT / "runner").rglob("*.py")):
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         found.update(path.read_bytes())
     return found.hexdigest()[:12]
+
+
+def _cores() -> list[int]:
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
 
 
 def _count_gpus() -> int:

@@ -21,7 +21,7 @@ from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.machine import check_open_files, check_shared_memory
 from runner.distributed.network import address_towards, is_loopback
-from runner.errors import InputError, JobFailed
+from runner.errors import InputError, JobFailed, print_messages
 from runner.launchers.contract import Launcher
 from runner.launchers.elastic import Ranks, recording_directory, run_worlds
 from runner.launchers.env import check_options
@@ -146,12 +146,16 @@ class Torchrun(Launcher):
         A service that sets the name of the first machine may start this one before the name is known.
         """
         deadline = time.monotonic() + (self.join_timeout_s if self.endpoint_key == "launcher.master_addr" else 0)
+        is_first = True
         while True:
             try:
                 return address_towards(self.host, self.endpoint_key)
-            except InputError:
+            except InputError as error:
                 if time.monotonic() > deadline:
                     raise
+                if is_first:
+                    print_messages([f"{error}; waiting up to {self.join_timeout_s:g} s for it"])
+                is_first = False
             time.sleep(NAME_POLL_S)
 
     def _hosts_rendezvous(self, own: str) -> bool:

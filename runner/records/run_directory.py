@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from runner.errors import JobFailed
+from runner.errors import InputError, JobFailed
 from runner.records import provenance
 from runner.records.attempts import Attempt, append_attempt, error_line, utc_now
 from runner.records.code_copy import original_path, running_copy, time_of
@@ -248,6 +248,19 @@ def new_directory(outputs: str, name: str, prefix: str = "") -> Path:
         path.rmdir()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     return path
+
+
+def create_directory(path: Path) -> bool:
+    """Create the directory. Return False if another process has created it. Raise InputError if it is a file."""
+    try:
+        path.mkdir(parents=True)
+    except FileExistsError:
+        if not path.is_dir():
+            raise InputError(
+                f"{path} is a file, and not the directory of a run; remove it, or type another name"
+            ) from None
+        return False
+    return True
 
 
 def _read_text(path: Path) -> str | None:

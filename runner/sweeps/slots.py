@@ -14,15 +14,14 @@ from omegaconf import DictConfig
 from runner.config.compose import checked
 from runner.config.request import Request
 from runner.config.schema import Config
-from runner.distributed.backend import as_backend
 from runner.distributed.failures.signals import handling_signals, received
-from runner.distributed.machine import allowed_cores
-from runner.errors import InputError
-from runner.launchers.agent import Assignment
+from runner.errors import InputError, JobFailed, print_messages
 from runner.launchers.agent_handle import AgentHandle
+from runner.launchers.ssh_hosts import is_lost, last_line
 from runner.records.ledger import JobRecord
 from runner.records.run_record import NOT_RUN, RUNNING, find_run
 from runner.records.tables import format_number
+from runner.sweeps.slot_machines import SlotMachine
 from runner.sweeps.sweep import Sweep
 
 POLL_S = 0.02
@@ -31,26 +30,26 @@ SAVE_TIMEOUT_S = 30.0  # for jobs to save and exit after a signal
 
 @dataclass
 class RunningJob:
-    """A running job with its slots and its agent. `stderr` is a file that receives its standard error."""
+    """A running job with its machine, its slots there and its agent. `stderr` is a file for its standard error."""
 
     job: JobRecord
+    request: Request
+    machine: SlotMachine
     slots: list[int]
     agent: AgentHandle
     stderr: IO[bytes]
 
 
-def check_slots(slots: Any, configs: Sequence[Config]) -> None:
-    """Raise InputError if this machine lacks devices for the slots, or if a job cannot run in them."""
-    num_cores, num_gpus = len(allowed_cores()), _count_gpus(configs)
-    devices, kind = (num_gpus, "GPUs") if num_gpus else (num_cores, "CPU cores")
-    if not isinstance(slots, int) or not 1 <= slots <= devices:
-        raise InputError(
-            f"hydra.launcher.slots={slots} must be an integer from 1 to {devices}, the number of {kind} that the jobs "
-            "can use here"
-        )
+def check_jobs(machines: Sequence[SlotMachine], configs: Sequence[Config]) -> None:
+    """Raise InputError if a job cannot run on the slots of any machine."""
+    slots = max(machine.num_slots for machine in machines)
     for config in configs:
         if config.debug:
             raise InputError("debug=true needs a process with a terminal; remove it, or hydra/launcher=slots")
+        if config.launcher.get("hosts"):
+            raise InputError(
+                "launcher=ssh starts a job on several machines; for a machine each, set hydra.launcher.hosts"
+            )
         if (ranks := count_ranks(config.launcher)) > slots:
             raise InputError(
                 f"launcher.nproc_per_node={ranks}: a job needs a slot for each rank, but hydra.launcher.slots={slots}; "
@@ -66,24 +65,24 @@ def count_ranks(launcher: Mapping[str, Any]) -> int:
     return num
 
 
-def run_in_slots(sweep: Sweep, composed: Sequence[DictConfig], first: int, num_slots: int) -> None:
+def run_in_slots(sweep: Sweep, composed: Sequence[DictConfig], first: int, machines: Sequence[SlotMachine]) -> None:
     """Run the jobs in their order on the slots, and record their outcomes in the ledger.
 
     composed: the configuration of each job, with Hydra's own node. first: the position of the first of these jobs in
-    `sweep.jobs`. Raises SystemExit(143) after a signal, once the running jobs have saved and exited.
+    `sweep.jobs`. Raises SystemExit(143) after a signal, once the running jobs have saved and exited, and JobFailed if
+    all machines are lost.
     """
     waiting = []
     for job, cfg in zip(sweep.jobs[first:], composed, strict=True):
         overrides = list(cfg.hydra.overrides.task)
         choices = dict(cfg.hydra.runtime.choices)
         waiting.append((job, sweep.request(job, checked(cfg, overrides), overrides, choices)))
-    configs = [request.config for _, request in waiting]
-    check_slots(num_slots, configs)
-    slots = _Slots(sweep, waiting, num_slots, _count_gpus(configs))
+    check_jobs(machines, [request.config for _, request in waiting])
+    slots = _Slots(sweep, waiting, machines)
     deadline: float | None = None  # of the running jobs, after a signal
     with handling_signals():
         try:
-            while slots.running or (slots.waiting and not received()):
+            while slots.running or (slots.waiting and not received() and not slots.all_lost):
                 slots.start_jobs()
                 slots.record_ended(deadline is not None)
                 if received() and deadline is None:
@@ -97,65 +96,86 @@ def run_in_slots(sweep: Sweep, composed: Sequence[DictConfig], first: int, num_s
             slots.kill_jobs()  # for example after a second Ctrl-C
     if received():
         raise SystemExit(143)
+    if slots.waiting:
+        text = f"all machines are lost, and {len(slots.waiting)} jobs are left; -m resume={sweep.directory} runs them"
+        print_messages([text])
+        raise JobFailed(text, directory=str(sweep.directory))
 
 
 class _Slots:
-    """The slots with their devices, the jobs that wait for slots, and the jobs that run.
+    """The machines with their slots, the jobs that wait for slots, and the jobs that run.
 
     Attributes:
-        waiting: The jobs that have not started, in their order, with their requests.
+        waiting: The jobs that have not started, or whose machine was lost, in their order, with their requests.
         running: The jobs whose processes have been started and whose outcomes have not been recorded.
     """
 
-    def __init__(self, sweep: Sweep, waiting: list[tuple[JobRecord, Request]], num_slots: int, num_gpus: int):
+    def __init__(self, sweep: Sweep, waiting: list[tuple[JobRecord, Request]], machines: Sequence[SlotMachine]):
         self.waiting = waiting
         self.running: list[RunningJob] = []
-        self._sweep, self._num_jobs = sweep, len(waiting)
-        self._cores = divide(sorted(allowed_cores()), num_slots)
-        self._gpus = divide(list(range(num_gpus)), num_slots)
-        self._free = list(range(num_slots))
+        self._sweep, self._num_jobs, self._machines = sweep, len(waiting), machines
+        for machine in machines:
+            machine.free = list(range(machine.num_slots))
+
+    @property
+    def all_lost(self) -> bool:
+        return all(machine.is_lost for machine in self._machines)
 
     def start_jobs(self) -> None:
-        """Start waiting jobs in their order until the next one needs more slots than are free, or a signal arrives."""
+        """Start waiting jobs in their order until no machine has enough slots for the next one, or a signal arrives."""
         while self.waiting and not received():
             job, request = self.waiting[0]
-            if len(self._free) < (size := count_ranks(request.config.launcher)):
+            size = count_ranks(request.config.launcher)
+            fitting = [each for each in self._machines if not each.is_lost and len(each.free) >= size]
+            if not fitting:
                 return
             self.waiting.pop(0)
             if self._sweep.skips(job):
                 continue
-            slots, self._free = self._free[:size], self._free[size:]
+            machine = max(fitting, key=lambda each: len(each.free))
+            slots, machine.free = machine.free[:size], machine.free[size:]
             number, listed = self._num_jobs - len(self.waiting), ", ".join(map(str, slots))
-            print(f"job {number} of {self._num_jobs} on slot {listed}: {job.label}", flush=True)
-            cores, gpus = ([each for slot in slots for each in of[slot]] for of in (self._cores, self._gpus))
-            self.running.append(_start(self._sweep, job, slots, Assignment(request, None, cores, gpus)))
+            where = f"slot {listed}" + (f" of {machine.name}" if machine.name else "")
+            print(f"job {number} of {self._num_jobs} on {where}: {job.label}", flush=True)
+            self.running.append(_start(self._sweep, job, request, machine, slots))
 
     def record_ended(self, stopped: bool) -> None:
         """Record the jobs that have ended, and free their slots. `stopped` is True if they were signaled to stop."""
         for each in [each for each in self.running if each.agent.status is not None]:
             self.running.remove(each)
-            self._free = sorted(self._free + each.slots)
-            _record_outcome(self._sweep, each, stopped)
+            each.machine.free = sorted(each.machine.free + each.slots)
+            if each.machine.name and is_lost(each.agent.status or 0) and not stopped:
+                self._lose(each)
+            else:
+                _record_outcome(self._sweep, each, stopped)
 
     def kill_jobs(self) -> None:
         """Kill the processes of the running jobs."""
         for each in self.running:
+            each.agent.close()
             each.agent.kill()
 
+    def _lose(self, lost: RunningJob) -> None:
+        """Let the job wait for another machine. Its checkpoints are in its directory."""
+        lost.agent.close()
+        if not lost.machine.is_lost:
+            lost.stderr.seek(0)
+            why = last_line(lost.stderr.read().decode(errors="replace"))
+            print(f"{lost.machine.name} is lost: {why}", flush=True)
+        lost.stderr.close()
+        lost.machine.is_lost = True
+        self.waiting.insert(0, (lost.job, lost.request))
+        self.waiting.sort(key=lambda each: each[0].number)
 
-def divide(devices: Sequence[int], slots: int) -> list[list[int]]:
-    """Return the devices of each slot, equally many for each; the remainder is not used."""
-    size = len(devices) // slots
-    return [list(devices[slot * size : (slot + 1) * size]) for slot in range(slots)]
 
-
-def _start(sweep: Sweep, job: JobRecord, slots: list[int], assignment: Assignment) -> RunningJob:
+def _start(sweep: Sweep, job: JobRecord, request: Request, machine: SlotMachine, slots: list[int]) -> RunningJob:
     with contextlib.ExitStack() as opened:
         stderr = opened.enter_context(tempfile.TemporaryFile())
         sweep.write_state(job, "running", slots=slots)
-        agent = AgentHandle(assignment, subprocess.DEVNULL, stderr)  # the lines of its output are in the job's log.txt
+        # The lines of its output are in the job's log.txt.
+        agent = machine.start(machine.assign(request, slots), subprocess.DEVNULL, stderr)
         opened.pop_all()  # _record_outcome closes the file
-    return RunningJob(job, slots, agent, stderr)
+    return RunningJob(job, request, machine, slots, agent, stderr)
 
 
 def _record_outcome(sweep: Sweep, ended: RunningJob, stopped: bool) -> None:
@@ -175,12 +195,3 @@ def _record_outcome(sweep: Sweep, ended: RunningJob, stopped: bool) -> None:
         text = stderr if state == "refused" else run.error or stderr or f"exit status {status}"
         sweep.write_state(ended.job, state, error=text)
     print(f"{ended.job.label} {state}  {text}", flush=True)
-
-
-def _count_gpus(configs: Sequence[Config]) -> int:
-    """Return the number of GPUs on this machine; 0 if all jobs run on the CPU."""
-    import torch
-
-    if any(as_backend(config.backend).device_type() == "cuda" for config in configs):
-        return torch.cuda.device_count()
-    return 0

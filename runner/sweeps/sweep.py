@@ -22,7 +22,7 @@ from runner.distributed.failures.signals import forget_signal, received
 from runner.errors import InputError, JobFailed, Preempted, as_input_error, did_you_mean, print_messages
 from runner.records import ledger
 from runner.records.ledger import JobRecord, SweepRecord, is_stop_requested, job_of, read_ledger
-from runner.records.run_directory import Command, Destination, new_directory
+from runner.records.run_directory import Command, Destination, create_directory, new_directory
 from runner.records.run_record import DONE, find_run
 from runner.sweeps.jobs import Composer, check_shared, new_job, number_jobs, shared_values
 from runner.sweeps.queues import check_launchers, find_unfinished
@@ -127,8 +127,7 @@ class Sweep:
     def _open_directory(self, config: Config) -> Path:
         """Set `directory`, which is created for a new sweep, and return its path."""
         if self.directory is None and self.named:
-            self.is_created = not self.named.exists()
-            self.named.mkdir(parents=True, exist_ok=True)
+            self.is_created = create_directory(self.named)
             self.directory = str(self.named)
         elif self.directory is None:
             self.is_created = True

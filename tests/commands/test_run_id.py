@@ -137,10 +137,14 @@ def test_a_task_that_reads_the_run_has_a_directory_of_its_own(run: Path, here: C
     assert here(*COMMAND) == 0
     before = times(run)
     assert here("task=evaluate", f"run={run}") == 0
-    assert here(f"fork={run}", "max_steps=6", "run_id=longer") == 0
-    assert here(f"fork={run}", "max_steps=6", "run_id=longer") == 0
+    fork = (f"fork={run}", "max_steps=40", "checkpoint.keep=1", "run_id=longer")  # drops the checkpoint of its start
+    assert here(*fork) == 0
+    assert here(*fork) == 0
     assert times(run) == before
-    assert len([*run.parent.iterdir()]) == 3 and result(run.with_name("longer"))["step"] == 6
+    longer = run.with_name("longer")
+    assert len([*run.parent.iterdir()]) == 3 and result(longer)["step"] == 40
+    (longer / "result.json").write_text(json.dumps({**result(longer), "state": "preempted"}))
+    assert here(*fork) == 0 and len([*read_attempts(longer)]) == 2
 
 
 @pytest.mark.fault("kill -9 of a sweep that `run_id=` lets one repeat", outcome="survived")

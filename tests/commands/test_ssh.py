@@ -1,5 +1,6 @@
 """Runs on machines that ssh reaches: lost and unreachable machines, and what is left on them."""
 
+import json
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ from namespaces import Hosts, why_not
 from worlds import only_run, run
 
 from runner.records.attempts import read_attempts
+from runner.records.ledger import read_ledger
 
 pytestmark = pytest.mark.thorough
 
@@ -37,6 +39,11 @@ class Cluster:
         ssh = ("launcher=ssh", f"launcher.hosts=[{names}]", "launcher.nproc_per_node=1")
         options = f"launcher.options=[-F,{self.folder / 'config'}]"
         return self.hosts.runner(self.commands, SUBMITTER, *ssh, options, *args)
+
+    def start_sweep(self, *args: str) -> Popen[str]:
+        options = (f"hydra.launcher.options=[-F,{self.folder / 'config'}]", "hydra.launcher.slots=1")
+        hosts = ("hydra/launcher=slots", "hydra.launcher.hosts=[host1,host2]")
+        return self.hosts.runner(self.commands, SUBMITTER, "-m", *hosts, *options, *args)
 
     def living(self, host: int) -> list[int]:
         """Return the processes of jobs on the host, without those of its SSH server."""
@@ -147,3 +154,25 @@ def test_the_run_continues_on_the_machines_that_are_left(cluster: Cluster, comma
     done = commands.finish(process)
     assert done.returncode == 0, done.stdout + done.stderr
     assert only_run(tmp_path).result["world_size"] == 1
+
+
+@pytest.mark.fault("power failure of one of the hosts on which a sweep runs by ssh", outcome="survived")
+def test_the_jobs_of_a_lost_machine_run_on_the_others(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
+    write_files(tmp_path, SLOW)
+    words = [word for word in LONG if word != "parallel=ddp"]
+    whole = run(tmp_path / "whole", 1, *[word for word in words if word not in SLOWLY], "max_steps=40", "seed=1")
+    process = cluster.start_sweep(*words, "max_steps=40", "run_id=grid", "seed=0,1,2")
+    sweep = tmp_path / "outputs" / "run" / "grid"
+    wait_until(lambda: (sweep / "1-seed-1" / "checkpoints" / "step_20").exists(), process)
+    cluster.hosts.lose(2, commands, cluster.servers[2])
+    done = commands.finish(process)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "host2 is lost: " in done.stdout and "3 of 3 jobs finished" in done.stdout
+    jobs = read_ledger(sweep)
+    assert [(job.state, job.num_starts) for job in jobs] == [("finished", 1), ("finished", 2), ("finished", 1)]
+    assert result_of(jobs[1].directory)["weights_sha256"] == whole.result["weights_sha256"]
+    cluster.wait_until_idle()
+
+
+def result_of(run: Path) -> dict[str, object]:
+    return dict(json.loads((run / "result.json").read_text()))

@@ -52,32 +52,37 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AgentGroup]:
     return make
 
 
-def run(group: AgentGroup) -> list[int]:
+def run(group: AgentGroup) -> dict[int, int]:
     return group.run(lambda: None)
 
 
 def test_the_statuses_are_those_of_the_agents(group: Callable[..., AgentGroup]) -> None:
-    assert run(group([Agent(0, after=3)], [Agent(0)])) == [0, 0]
+    assert run(group([Agent(0, after=3)], [Agent(0)])) == {1: 0, 0: 0}
 
 
 def test_agents_that_wait_for_one_that_has_failed_are_stopped(group: Callable[..., AgentGroup]) -> None:
-    assert run(group([Agent()], [Agent(1)])) == [143, 1]
+    assert run(group([Agent()], [Agent(1)])) == {0: 143, 1: 1}
 
 
 def test_a_lost_machine_is_started_again(group: Callable[..., AgentGroup], capsys: pytest.CaptureFixture[str]) -> None:
     agents: list[Any] = [Agent(LOST, after=2), Agent(LOST), Agent(LOST), Agent(0, after=2)]
     made = group([Agent(0, after=9)], agents, max_restarts=1)
-    assert run(made) == [0, 0] and made.lost == ""
+    assert run(made) == {0: 0, 1: 0} and made.lost == ""
     assert capsys.readouterr().err == "node1 is lost: no route\n"
 
 
 def test_the_others_are_stopped_at_once_if_too_few_are_left(group: Callable[..., AgentGroup]) -> None:
     made = group([Agent()], [Agent(LOST)])
-    assert run(made) == [143] and made.lost == "node1 is lost: no route"
+    assert run(made) == {0: 143} and made.lost == "node1 is lost: no route"
     made = group([Agent()], [Agent(LOST), *(Agent(LOST) for _ in range(10_000))], max_restarts=1, join_timeout_s=0.05)
-    assert run(made) == [143] and made.lost == "node1 is lost: no route"
+    assert run(made) == {0: 143} and made.lost == "node1 is lost: no route"
 
 
 def test_the_run_goes_on_without_a_machine_if_enough_are_left(group: Callable[..., AgentGroup]) -> None:
     made = group([Agent(0, after=5)], [Agent(LOST)], [Agent(0, after=5)])
-    assert run(made) == [0, 0] and made.lost == ""
+    assert run(made) == {0: 0, 2: 0} and made.lost == ""
+
+
+def test_a_machine_that_is_lost_once_the_run_is_finished_changes_nothing(group: Callable[..., AgentGroup]) -> None:
+    made = group([Agent(0)], [Agent(LOST, after=3)], max_restarts=2)
+    assert run(made) == {0: 0} and made.lost == ""

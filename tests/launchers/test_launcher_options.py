@@ -45,9 +45,11 @@ def test_a_launcher_inside_a_world_is_refused(kind: type) -> None:
         (Torchrun, {"nproc_per_node": "gpu"}, "launcher.nproc_per_node=gpu: Cuda is not available"),
         (Torchrun, {"max_restarts": -1}, "launcher.max_restarts=-1 must be at least 0"),
         (Ssh, {}, "launcher.hosts=[] must name machines"),
-        (Ssh, {"hosts": ["a", "a:2"]}, "each machine once"),
-        (Ssh, {"hosts": ["ssh://a:22"]}, "launcher.hosts: ssh://a:22 must be NAME or NAME:RANKS"),
-        (Ssh, {"hosts": ["a:0"]}, "launcher.hosts: a:0 must be NAME or NAME:RANKS"),
+        (Ssh, {"hosts": ["a", "a:2"]}, "name each machine once"),
+        (Ssh, {"hosts": ["ssh://a:22"]}, "launcher.hosts: ssh://a:22 must be NAME or NAME:4"),
+        (Ssh, {"hosts": ["a:0"]}, "launcher.hosts: a:0 must be NAME or NAME:4"),
+        (Ssh, {"hosts": ["a", "b"], "min_nodes": 1}, "launcher.min_nodes=1 needs launcher.max_restarts"),
+        (Ssh, {"hosts": ["a", "b"], "rdzv_endpoint": "a"}, "launcher.rdzv_endpoint=a must be HOST:PORT"),
         (Ssh, {"hosts": ["a"], "min_nodes": 2}, "launcher.min_nodes=2 must be from 1 to 1"),
         (Slurm, {"nodes": 0}, "launcher.nodes=0 must be at least 1"),
         (Slurm, {"gpus_per_node": 2, "nproc_per_node": 4}, "launcher.nproc_per_node=4 needs a GPU each"),
@@ -97,4 +99,4 @@ def test_the_name_of_the_first_machine_may_become_known_later(monkeypatch: pytes
 
 def test_the_hosts_of_ssh_have_their_own_numbers_of_ranks() -> None:
     assert Ssh(["me@node1", "node2:4"], nproc_per_node=8).world_size == 12
-    assert Ssh(["node1", "node2"], min_nodes=1).world_size is None
+    assert Ssh(["node1", "node2"], min_nodes=1, max_restarts=1).world_size is None

@@ -414,3 +414,21 @@ def test_a_sweep_whose_ledger_lacks_jobs_does_not_succeed(
     assert here("-m", *TOY, "max_steps=1", "seed=0,1,2") == 1
     lost = f"ledger.jsonl has lost {3 - kept} job{'s' * (kept < 2)} of the sweep, such as {kept}-seed-{kept}"
     assert lost in capsys.readouterr().err
+
+
+def test_the_standard_input_of_a_job_in_a_slot_is_empty(commands: Commands, tmp_path: Path) -> None:
+    """The pipe from the sweep carries signals, which user code must not read."""
+    reads = """\
+        import os
+
+        from runner import Callback
+
+
+        class Reads(Callback):
+            def on_start(self, run):
+                assert os.read(0, 1) == b""
+        """
+    write_files(tmp_path, {"mine/reads.py": reads})
+    words = ("--config-dir=mine", "+callbacks.reads._target_=reads.Reads", "hydra/launcher=slots", "seed=0,1")
+    done = commands.forked("-m", *TOY, *words)
+    assert done.returncode == 0, done.stdout + done.stderr

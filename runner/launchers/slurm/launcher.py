@@ -21,7 +21,7 @@ from runner.launchers.env import check_options
 from runner.launchers.slurm import script
 from runner.launchers.slurm.queue import POLL_S, check_sbatch, follow, last_job, leave_queued, query_ended, submit
 from runner.records.frozen_code import freeze_code
-from runner.records.run_directory import new_directory
+from runner.records.run_directory import create_directory, new_directory
 
 # Options of sbatch that the launcher sets: from its own options, and because the script depends on them.
 RESERVED = {
@@ -92,7 +92,7 @@ class Slurm(Queue):
             print(self._script(config.name, directory, [(directory, request)])[0], end="")
             return {}
         check_sbatch()
-        is_new = directory is None or not directory.exists()
+        is_new = directory is None or create_directory(directory)
         directory = directory or new_directory(config.outputs, config.name)
         previous = last_job(directory)
         if previous and not query_ended([previous]):
