@@ -19,7 +19,6 @@ from runner.config.command import composing, prepare
 from runner.config.compose import explained
 from runner.config.custom_dirs import absolute_dirs, add_to_path
 from runner.config.diagnostics.import_target import import_torch
-from runner.config.help.topics import render_help
 from runner.config.resume import Arguments
 from runner.distributed.environment import RankInfo, find_rank_info
 from runner.errors import InputError, Preempted, describe_system_error, print_messages
@@ -48,6 +47,8 @@ def main() -> int:
             return FINISHED
         init = _find_init(args.overrides)
         if args.help:
+            from runner.config.help.topics import render_help
+
             add_to_path(args.config_dirs)
             search_path = [*map(Path, reversed(args.config_dirs)), CONF]
             print(render_help(search_path, args.overrides), end="")

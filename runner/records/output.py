@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
-from rich.text import Text
-
 from runner.errors import printable
 
 MAX_KEPT = 10_000  # lines that are written before the log exists
@@ -91,6 +89,8 @@ class _Copies:
     def _send(self, line: str) -> None:
         shown = line.rstrip("\r").rpartition("\r")[2]
         if "\x1b" in shown:  # colors, and movements of the cursor
+            from rich.text import Text  # imported here, because a refusal of mistyped arguments does not need it
+
             shown = Text.from_ansi(shown).plain
         for write in self.logs:
             write(printable(shown))
