@@ -20,7 +20,7 @@ from runner.launchers.contract import Launcher
 from runner.launchers.env import check_options
 from runner.launchers.followed_log import FollowedLog
 from runner.launchers.host_facts import HostFacts
-from runner.launchers.ssh_hosts import SAVE_S, SILENCE_S, SshHosts, is_lost, last_line, parse_hosts
+from runner.launchers.ssh_hosts import SAVE_S, SILENCE_S, SshHosts, is_lost, parse_hosts, why_lost
 from runner.launchers.torchrun import Torchrun
 from runner.records.run_directory import Destination, create_directory, new_directory
 from runner.records.run_files import LOG, make_directory
@@ -81,12 +81,12 @@ class Ssh(Launcher):
             with logs[number].open("ab") as file:
                 return self._ssh.start(self._ssh.hosts[number], assignment, file, file)
 
-        def why_lost(number: int, status: int) -> str | None:
-            return last_line(logs[number].read_text(errors="replace")) if is_lost(status) else None
+        def find_loss(number: int, status: int) -> str | None:
+            return why_lost(logs[number].read_text(errors="replace")) if is_lost(status) else None
 
         num_needed = self.min_nodes or len(self._ssh.hosts)
         names = [host.name for host in self._ssh.hosts]
-        group = AgentGroup(names, start, why_lost, num_needed, self.max_restarts, self.join_timeout_s)
+        group = AgentGroup(names, start, find_loss, num_needed, self.max_restarts, self.join_timeout_s)
         statuses = group.run(followed.print_new)
         followed.print_new()
         is_recorded = result_mtime_ns(path) != before

@@ -26,6 +26,7 @@ OPTIONS = (
     *("BatchMode=yes", f"ConnectTimeout={CONNECT_S}", f"ServerAliveInterval={ALIVE_S}", "ServerAliveCountMax=3"),
     *("ControlMaster=no", "ControlPath=none"),  # a shared connection would notice a lost machine by its own options
 )
+_OF_SSH = ("ssh: ", "Connection ", "Timeout, ", "client_loop: ", "Received disconnect ")  # beginnings of its messages
 ANSWER_S = 30.0  # for the facts of a machine
 SILENCE_S = 30.0  # after which an agent without a message from here saves and exits; longer than ssh needs to notice it
 SAVE_S = 30.0
@@ -84,11 +85,11 @@ class SshHosts:
         except subprocess.TimeoutExpired:
             return f"no response within {ANSWER_S:g} s"
         if done.returncode:
-            return last_line(done.stderr)
+            return _last_line(done.stderr)
         try:
-            return HostFacts(**json.loads(last_line(done.stdout)))
+            return HostFacts(**json.loads(_last_line(done.stdout)))
         except (TypeError, ValueError):  # another version of the runner, or a message of a login script
-            return f"unexpected answer: {last_line(done.stdout)}"
+            return f"unexpected answer: {_last_line(done.stdout)}"
 
     def _command(self, host: Host, module: str, *arguments: str) -> list[str]:
         """Return the command that runs a module of this package on a machine, in the working directory."""
@@ -130,7 +131,13 @@ def is_lost(status: int) -> bool:
     return status == LOST or status < 0
 
 
-def last_line(text: str) -> str:
+def why_lost(output: str) -> str:
+    """Return the last line of ssh itself in what it and the agent have written."""
+    own = [line.strip() for line in output.splitlines() if line.startswith(_OF_SSH)]
+    return own[-1] if own else f"ssh has ended with status {LOST}"
+
+
+def _last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else "no response"
 

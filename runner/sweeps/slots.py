@@ -17,7 +17,7 @@ from runner.config.schema import Config
 from runner.distributed.failures.signals import handling_signals, received
 from runner.errors import InputError, JobFailed, print_messages
 from runner.launchers.agent_handle import AgentHandle
-from runner.launchers.ssh_hosts import is_lost, last_line
+from runner.launchers.ssh_hosts import is_lost, why_lost
 from runner.records.ledger import JobRecord
 from runner.records.run_record import NOT_RUN, RUNNING, find_run
 from runner.records.tables import format_number
@@ -160,7 +160,7 @@ class _Slots:
         lost.agent.close()
         if not lost.machine.is_lost:
             lost.stderr.seek(0)
-            why = last_line(lost.stderr.read().decode(errors="replace"))
+            why = why_lost(lost.stderr.read().decode(errors="replace"))
             print(f"{lost.machine.name} is lost: {why}", flush=True)
         lost.stderr.close()
         lost.machine.is_lost = True

@@ -13,6 +13,7 @@ from runner.launchers.launch import launch, make_launcher
 from runner.launchers.slurm.launcher import Slurm
 from runner.launchers.spawn import Spawn
 from runner.launchers.ssh import Ssh
+from runner.launchers.ssh_hosts import why_lost
 from runner.launchers.torchrun import Torchrun
 
 
@@ -100,3 +101,9 @@ def test_the_name_of_the_first_machine_may_become_known_later(monkeypatch: pytes
 def test_the_hosts_of_ssh_have_their_own_numbers_of_ranks() -> None:
     assert Ssh(["me@node1", "node2:4"], nproc_per_node=8).world_size == 12
     assert Ssh(["node1", "node2"], min_nodes=1, max_restarts=1).world_size is None
+
+
+def test_a_lost_machine_is_explained_by_ssh() -> None:
+    output = "step 1\nTimeout, server node2 not responding.\n  warnings.warn('leaked objects')\n"
+    assert why_lost(output) == "Timeout, server node2 not responding."
+    assert why_lost("step 1\n") == "ssh has ended with status 255"
