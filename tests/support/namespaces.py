@@ -117,6 +117,13 @@ class Hosts:
 
     def stop(self) -> None:
         for name in reversed(self.made):
+            # The processes of an SSH connection overwrite the environment that marks them.
+            listing = subprocess.run(
+                ["ip", "netns", "pids", name], capture_output=True, text=True, timeout=120, check=False
+            )
+            for pid in map(int, listing.stdout.split()):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=120, check=False)
 
     def _network(self, host: int) -> None:
