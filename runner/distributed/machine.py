@@ -16,6 +16,7 @@ import torch
 from runner.distributed.environment import RankInfo
 from runner.distributed.world import World
 from runner.errors import InputError
+from runner.process.cores import allowed_cores
 
 MEMINFO, CGROUPS_OF_PROCESS, CGROUPS = Path("/proc/meminfo"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 LARGER = "as with docker run --shm-size=1g"  # the end of messages about /dev/shm
@@ -96,13 +97,6 @@ def set_threads(world: World, threads: int | None) -> None:
         threads = max(len(cores) // num_sharing, 1)
     if threads is not None:
         torch.set_num_threads(threads)
-
-
-def allowed_cores() -> set[int]:
-    """Return the cores on which this process may run."""
-    if hasattr(os, "sched_getaffinity"):
-        return set(os.sched_getaffinity(0))
-    return set(range(os.cpu_count() or 1))
 
 
 def available_memory() -> float:

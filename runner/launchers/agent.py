@@ -25,7 +25,7 @@ from runner.process.standard_streams import open_streams
 if TYPE_CHECKING:  # imports torch
     from runner.launchers.contract import Launcher
 
-SIZE_BYTES = 8  # the length of the number in front of the pickled assignment, which is the number of its bytes
+SIZE_BYTES = 8  # of the number in front of the pickled assignment, which states its size
 ALIVE = 0  # the byte by which the starter shows that it is running; any other one is the number of a signal
 
 

@@ -10,6 +10,7 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from runner.process.cores import allowed_cores
 from runner.records.provenance import versions
 
 
@@ -31,7 +32,13 @@ def find_facts(shared: Path) -> HostFacts:
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
     return HostFacts(
-        versions(), _hash_code(), shared.exists(), _count_gpus(), _cores(), address[0] if address else "", port
+        versions(),
+        _hash_code(),
+        shared.exists(),
+        _count_gpus(),
+        sorted(allowed_cores()),
+        address[0] if address else "",
+        port,
     )
 
 
@@ -40,10 +47,6 @@ def _hash_code() -> str:
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         found.update(path.read_bytes())
     return found.hexdigest()[:12]
-
-
-def _cores() -> list[int]:
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
 
 
 def _count_gpus() -> int:

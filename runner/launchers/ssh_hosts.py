@@ -97,15 +97,8 @@ class SshHosts:
         variables = [f"{name}={value}" for name, value in self.env.items()]
         words = ["env", *variables, self.python or sys.executable, "-m", f"runner.launchers.{module}", *arguments]
         script = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"
-        return [
-            "ssh",
-            "-T",
-            *map(str, self.options),
-            *options,
-            "--",
-            host.name,
-            script,
-        ]  # ssh uses the first of equal options
+        # ssh uses the first one of equal options, so that those of the user precede.
+        return ["ssh", "-T", *map(str, self.options), *options, "--", host.name, script]
 
 
 @contextmanager

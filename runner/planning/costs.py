@@ -12,10 +12,10 @@ import torch
 import yaml
 from torch.utils.flop_counter import flop_registry
 
-from runner.distributed.machine import allowed_cores
 from runner.errors import InputError, did_you_mean
 from runner.planning.memory import GIB
 from runner.planning.timeline import Message, Operator, Shape
+from runner.process.cores import allowed_cores
 from runner.records.run_record import find_run
 
 THIS = "this"  # this machine: the data sheet of its GPU, or else that of its CPU

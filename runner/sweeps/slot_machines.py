@@ -8,11 +8,11 @@ from typing import IO, Any
 
 from runner.config.schema import Config
 from runner.distributed.backend import as_backend
-from runner.distributed.machine import allowed_cores
 from runner.errors import InputError
 from runner.launchers.agent import Assignment
 from runner.launchers.agent_handle import AgentHandle
 from runner.launchers.ssh_hosts import SAVE_S, SILENCE_S, SshHosts, parse_hosts
+from runner.process.cores import allowed_cores
 
 
 @dataclass
@@ -49,7 +49,8 @@ def find_machines(
     if not hosts:
         num_gpus = _count_gpus(configs)
         _check_slots(slots, len(allowed_cores()), num_gpus, "here")
-        return [_divide(None, sorted(allowed_cores()), num_gpus, slots, AgentHandle)]
+        cores, gpus = divide(sorted(allowed_cores()), slots), divide(range(num_gpus), slots)
+        return [SlotMachine(None, cores, gpus, AgentHandle)]
     try:
         ssh = SshHosts("hydra.launcher", parse_hosts("hydra.launcher", hosts, slots), **options)
     except ValueError as error:
@@ -57,9 +58,8 @@ def find_machines(
     machines = []
     for host, facts in zip(ssh.hosts, ssh.check(Path(configs[0].outputs).absolute()), strict=True):
         _check_slots(host.num, len(facts.cores), facts.num_gpus, f"on {host.name}")
-        machine = _divide(host.name, facts.cores, facts.num_gpus, host.num, partial(ssh.start, host))
-        machine.silence_s, machine.save_s = SILENCE_S, SAVE_S
-        machines.append(machine)
+        cores, gpus = divide(facts.cores, host.num), divide(range(facts.num_gpus), host.num)
+        machines.append(SlotMachine(host.name, cores, gpus, partial(ssh.start, host), SILENCE_S, SAVE_S))
     return machines
 
 
@@ -67,10 +67,6 @@ def divide(devices: Sequence[int], slots: int) -> list[list[int]]:
     """Return the devices of each slot, equally many for each; the remainder is not used."""
     size = len(devices) // slots
     return [list(devices[slot * size : (slot + 1) * size]) for slot in range(slots)]
-
-
-def _divide(name: str | None, cores: Sequence[int], num_gpus: int, slots: int, start: Any) -> SlotMachine:
-    return SlotMachine(name, divide(cores, slots), divide(range(num_gpus), slots), start)
 
 
 def _check_slots(slots: Any, num_cores: int, num_gpus: int, where: str) -> None:

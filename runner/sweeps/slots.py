@@ -164,7 +164,7 @@ class _Slots:
             print(f"{lost.machine.name} is lost: {why}", flush=True)
         lost.stderr.close()
         lost.machine.is_lost = True
-        self.waiting.insert(0, (lost.job, lost.request))
+        self.waiting.append((lost.job, lost.request))
         self.waiting.sort(key=lambda each: each[0].number)
 
 

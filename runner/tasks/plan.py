@@ -10,13 +10,14 @@ from runner.config.request import Request
 from runner.config.schema import Planning
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
-from runner.distributed.machine import allowed_cores, available_memory
+from runner.distributed.machine import available_memory
 from runner.errors import InputError, quantity
 from runner.jobs.task import LaunchingTask
 from runner.paths import CONF
 from runner.planning.cell import Cell
 from runner.planning.costs import Device, load_device, with_measured_link
 from runner.planning.memory import GIB, KINDS
+from runner.process.cores import allowed_cores
 from runner.records.console import logging_to
 from runner.records.report.plots import new_figure
 from runner.records.run_directory import Command, RunDirectory, new_directory
