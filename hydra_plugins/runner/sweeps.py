@@ -64,11 +64,13 @@ class OptunaSweeper(Sweeper):
 
 
 class SlotsLauncher(Launcher):
-    """hydra/launcher=slots: jobs in parallel, each on its own devices, here or on machines that ssh reaches."""
+    """hydra/launcher=slots, and those for other machines: jobs in parallel, each on its own devices.
 
-    def __init__(self, slots: Any, hosts: Any = (), python: Any = None, env: Any = None, options: Any = ()):
-        self.slots, self.hosts = slots, list(hosts)
-        self.options = {"python": python, "env": dict(env or {}), "options": list(options)}
+    machines: the dotted path of the class of the machines, which has the `options`; None for this machine.
+    """
+
+    def __init__(self, slots: Any, machines: str | None = None, **options: Any):
+        self.slots, self.kind, self.options = slots, machines, options
         self.machines: list[Any] = []  # once they have been checked
 
     def setup(self, *, hydra_context: HydraContext, task_function: Any, config: DictConfig) -> None:
@@ -79,7 +81,7 @@ class SlotsLauncher(Launcher):
         from runner.sweeps.slot_machines import find_machines
         from runner.sweeps.slots import check_jobs
 
-        self.machines = find_machines(self.slots, self.hosts, self.options, configs)
+        self.machines = find_machines(self.slots, self.kind, self.options, configs)
         check_jobs(self.machines, configs)
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:

@@ -1,6 +1,6 @@
 """A process that runs one job for the process that has started it, possibly from another machine.
 
-usage: python -m runner.launchers.agent, with standard input as runner.launchers.agent_handle writes it
+usage: python -m runner.launchers.agent, with standard input as runner.launchers.agent_process writes it
 """
 
 import os

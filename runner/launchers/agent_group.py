@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from runner.distributed.failures.signals import handling_signals, received
-from runner.launchers.agent_handle import AgentHandle
+from runner.launchers.machines import Agent
 
 POLL_S = 0.2
 RETRY_S = 2.0  # between two attempts to start the agent of a lost machine again
@@ -20,7 +20,7 @@ SAVE_S = 40.0  # for the ranks to save and exit after a signal
 @dataclass
 class _Node:
     name: str
-    handle: AgentHandle
+    agent: Agent
     started_at: float
     status: int | None = None  # once the agent has ended
     ended_at: float = math.inf
@@ -41,7 +41,7 @@ class AgentGroup:
     def __init__(
         self,
         names: Sequence[str],
-        start: Callable[[int], AgentHandle],
+        start: Callable[[int], Agent],
         why_lost: Callable[[int, int], str | None],
         min_nodes: int,
         max_restarts: int,
@@ -73,14 +73,14 @@ class AgentGroup:
                     time.sleep(POLL_S)
             finally:
                 for node in self._nodes:
-                    node.handle.close()
-                    node.handle.kill()
+                    node.agent.close()
+                    node.agent.kill()
         ended = [(node.ended_at, number, node.status) for number, node in enumerate(self._nodes) if not node.is_lost]
         return {number: status for _, number, status in sorted(ended) if status is not None}
 
     def _watch(self, number: int, node: _Node) -> None:
         """Record the end of an agent. If its machine is lost, start it again, go on without it, or stop the others."""
-        status, now = node.handle.status, time.monotonic()
+        status, now = node.agent.status, time.monotonic()
         if node.status is not None:
             return
         if status is None:
@@ -101,8 +101,8 @@ class AgentGroup:
             node.status, node.is_lost, self.lost = status, True, f"{node.name} is lost: {why}"
             self._stop()
         elif now - node.started_at > RETRY_S:
-            node.handle.close()
-            node.handle, node.started_at = self._start(number), now
+            node.agent.close()
+            node.agent, node.started_at = self._start(number), now
 
     def _has_failed(self) -> bool:
         """Return True if an agent has failed a while ago, perhaps before it joined the others, which wait for it."""
@@ -114,4 +114,4 @@ class AgentGroup:
             self._stopped_at = time.monotonic()
             for node in self._nodes:
                 if node.status is None:
-                    node.handle.send_signal(signal.SIGTERM)
+                    node.agent.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""The machines on which agents run by the system's ssh: how they are named, checked and reached."""
+"""The machines on which agents run by the system's ssh: how they are named and reached."""
 
 import json
 import os
@@ -6,19 +6,14 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import IO, Any
 
-from runner.distributed.failures.signals import Stopped, handling_signals, interruptible
-from runner.errors import InputError, Preempted
+from runner.errors import InputError
 from runner.launchers.agent import Assignment
-from runner.launchers.agent_handle import AgentHandle
-from runner.launchers.host_facts import HostFacts, find_facts
+from runner.launchers.agent_process import AgentProcess
+from runner.launchers.host_facts import HostFacts
+from runner.launchers.machines import Machine, Machines
 
 # ssh ends with LOST if it cannot connect, or after a while without a response to what it sends every ALIVE_S seconds.
 LOST, CONNECT_S, ALIVE_S = 255, 8, 5
@@ -28,56 +23,40 @@ OPTIONS = (
 )
 _OF_SSH = ("ssh: ", "Connection ", "Timeout, ", "client_loop: ", "Received disconnect ")  # beginnings of its messages
 ANSWER_S = 30.0  # for the facts of a machine
-SILENCE_S = 30.0  # after which an agent without a message from here saves and exits; longer than ssh needs to notice it
-SAVE_S = 30.0
 
 
-class Host(NamedTuple):
-    """A machine by the name that ssh knows, and its number of ranks or slots."""
+class SshHosts(Machines):
+    """The machines of a list of NAME or NAME:NUMBER, which ssh knows, with the working directory of this process.
 
-    name: str
-    num: int
+    prefix: of the keys of the options, as launcher. num: the number of ranks or slots of a machine without a number.
+    python: the path of Python there; None for that of this process. env: variables of the agents. options: of ssh.
+    Raises ValueError.
+    """
 
+    silence_s = 30.0  # longer than ssh needs to notice that a machine is lost
+    save_s = 30.0
 
-@dataclass(frozen=True)
-class SshHosts:
-    """The machines, and how Python starts on them. key: the key of the launcher's options, for messages."""
+    def __init__(
+        self,
+        prefix: str,
+        num: int,
+        hosts: Sequence[Any] = (),
+        python: str | None = None,
+        env: Mapping[str, Any] | None = None,
+        options: Sequence[Any] = (),
+    ):
+        self.key = f"{prefix}.hosts"
+        if not hosts:
+            raise ValueError(f"{self.key}=[] must name machines; type {self.key}=[node1,node2]")
+        self.machines = [_parse(self.key, str(text), num) for text in hosts]
+        if len({machine.name for machine in self.machines}) < len(hosts):
+            raise ValueError(f"{self.key}={list(map(str, hosts))}: name each machine once; NAME:4 uses it four times")
+        self._python, self._env, self._options = python or sys.executable, dict(env or {}), list(map(str, options))
 
-    key: str
-    hosts: Sequence[Host]
-    python: str | None  # None for that of this process
-    env: Mapping[str, Any]
-    options: Sequence[str]  # of ssh
-
-    def check(self, outputs: Path) -> list[HostFacts]:
-        """Return the facts of the machines. Raise InputError, which names what is wrong on each of them."""
+    def find_facts(self, number: int, shared: str) -> HostFacts | str:
         if shutil.which("ssh") is None:
-            raise InputError(f"{self.key}.hosts needs the command ssh, which is not on this machine; install it")
-        existing = next(each for each in (outputs, *outputs.parents) if each.is_dir())
-        with _until_stopped(), tempfile.NamedTemporaryFile(dir=existing, prefix=".shared-") as shared:
-            own = find_facts(Path(shared.name))
-            with ThreadPoolExecutor(len(self.hosts)) as pool:
-                found = [*pool.map(lambda host: self._find_facts(host, shared.name), self.hosts)]
-        facts, messages = list[HostFacts](), list[str]()
-        for host, each in zip(self.hosts, found, strict=True):
-            if isinstance(each, HostFacts):
-                facts.append(each)
-                each = "; ".join(_differences(each, own, outputs))
-            if each:
-                messages.append(f"{self.key}.hosts={host.name}: {each}")
-        if messages:
-            raise InputError(*messages)
-        return facts
-
-    def start(
-        self, host: Host, assignment: Assignment, output: IO[bytes] | int, errors: IO[bytes] | int
-    ) -> AgentHandle:
-        """Start the agent of an assignment on a machine. Arguments are those of AgentHandle."""
-        return AgentHandle(assignment, output, errors, self._command(host, "agent"))
-
-    def _find_facts(self, host: Host, shared: str) -> HostFacts | str:
-        """Return the facts of a machine, or why there are none."""
-        command = self._command(host, "host_facts", shared)
+            raise InputError(f"{self.key} needs the command ssh, which is not on this machine; install it")
+        command = self._command(number, "host_facts", shared)
         try:
             done = subprocess.run(
                 command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ANSWER_S, check=False
@@ -91,43 +70,26 @@ class SshHosts:
         except (TypeError, ValueError):  # another version of the runner, or a message of a login script
             return f"unexpected answer: {_last_line(done.stdout)}"
 
-    def _command(self, host: Host, module: str, *arguments: str) -> list[str]:
+    def start(
+        self, number: int, assignment: Assignment, output: IO[bytes] | int, errors: IO[bytes] | int
+    ) -> AgentProcess:
+        return AgentProcess(assignment, output, errors, self._command(number, "agent"))
+
+    def why_lost(self, number: int, status: int, output: str) -> str | None:
+        """Return the last line of ssh itself in what it and the agent have written, if ssh has ended by itself."""
+        if status != LOST and status >= 0:
+            return None
+        own = [line.strip() for line in output.splitlines() if line.startswith(_OF_SSH)]
+        return own[-1] if own else f"ssh has ended with status {status}"
+
+    def _command(self, number: int, module: str, *arguments: str) -> list[str]:
         """Return the command that runs a module of this package on a machine, in the working directory."""
         options = [word for option in OPTIONS for word in ("-o", option)]
-        variables = [f"{name}={value}" for name, value in self.env.items()]
-        words = ["env", *variables, self.python or sys.executable, "-m", f"runner.launchers.{module}", *arguments]
+        variables = [f"{name}={value}" for name, value in self._env.items()]
+        words = ["env", *variables, self._python, "-m", f"runner.launchers.{module}", *arguments]
         script = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"
         # ssh uses the first one of equal options, so that those of the user precede.
-        return ["ssh", "-T", *map(str, self.options), *options, "--", host.name, script]
-
-
-@contextmanager
-def _until_stopped() -> Iterator[None]:
-    """Raise Preempted in the context at a signal, at which this process would otherwise exit at once."""
-    try:
-        with handling_signals(), interruptible():
-            yield
-    except Stopped as error:
-        raise Preempted(str(error)) from None
-
-
-def parse_hosts(key: str, texts: Sequence[Any], num: int) -> list[Host]:
-    """Return the machines of a list of NAME or NAME:NUMBER. num: the number of the others. Raise ValueError."""
-    hosts = [_parse(key, str(text), num) for text in texts]
-    if len({host.name for host in hosts}) < len(hosts):
-        raise ValueError(f"{key}.hosts={list(map(str, texts))}: name each machine once; NAME:4 uses it four times")
-    return hosts
-
-
-def is_lost(status: int) -> bool:
-    """Return True if this exit status of ssh means that the machine is lost, not that its agent has ended."""
-    return status == LOST or status < 0
-
-
-def why_lost(output: str) -> str:
-    """Return the last line of ssh itself in what it and the agent have written."""
-    own = [line.strip() for line in output.splitlines() if line.startswith(_OF_SSH)]
-    return own[-1] if own else f"ssh has ended with status {LOST}"
+        return ["ssh", "-T", *self._options, *options, "--", self.machines[number].name, script]
 
 
 def _last_line(text: str) -> str:
@@ -135,23 +97,9 @@ def _last_line(text: str) -> str:
     return lines[-1] if lines else "no response"
 
 
-def _parse(key: str, text: str, num: int) -> Host:
+def _parse(key: str, text: str, num: int) -> Machine:
     name, _, number = text.partition(":")
     number = number or str(num)
     if not name or "/" in name or not number.isdigit() or int(number) < 1:
-        raise ValueError(f"{key}.hosts: {text} must be NAME or NAME:4, as node1; write ports into ~/.ssh/config")
-    return Host(name, int(number))
-
-
-def _differences(facts: HostFacts, own: HostFacts, outputs: Path) -> list[str]:
-    """Return what keeps the machine from running ranks of this command."""
-    found = [
-        f"{package} {facts.versions.get(package)}, but {version} here"
-        for package, version in own.versions.items()
-        if version != facts.versions.get(package)
-    ]
-    if facts.code != own.code and not found:
-        found.append("another state of the runner's code than here")
-    if not facts.sees_file:
-        found.append(f"does not see the files in {outputs}; set outputs= to a shared directory")
-    return found
+        raise ValueError(f"{key}: {text} must be NAME or NAME:4, as node1; write ports into ~/.ssh/config")
+    return Machine(name, int(number))

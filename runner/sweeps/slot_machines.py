@@ -1,66 +1,93 @@
-"""The machines on which hydra/launcher=slots runs jobs, with their devices divided into slots."""
+"""The machines on which jobs run in parallel, with their devices divided into slots."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+from runner.config.diagnostics.import_target import locate
+from runner.config.request import Request
 from runner.config.schema import Config
 from runner.distributed.backend import as_backend
 from runner.errors import InputError
 from runner.launchers.agent import Assignment
-from runner.launchers.agent_handle import AgentHandle
-from runner.launchers.ssh_hosts import SAVE_S, SILENCE_S, SshHosts, parse_hosts
+from runner.launchers.agent_process import AgentProcess
+from runner.launchers.host_facts import HostFacts, find_facts
+from runner.launchers.machines import Agent, Machine, Machines, check_machines
 from runner.process.cores import allowed_cores
+
+
+class ThisMachine(Machines):
+    """This machine, which is not lost as long as this process runs."""
+
+    machines = (Machine("", 1),)
+
+    def find_facts(self, number: int, shared: str) -> HostFacts:
+        return find_facts(Path(shared))
+
+    def start(
+        self, number: int, assignment: Assignment, output: IO[bytes] | int, errors: IO[bytes] | int
+    ) -> AgentProcess:
+        return AgentProcess(assignment, output, errors)
+
+    def why_lost(self, number: int, status: int, output: str) -> None:
+        return None
 
 
 @dataclass
 class SlotMachine:
-    """A machine with slots. start: starts the agent of an assignment there; its arguments are those of AgentHandle."""
+    """A machine with slots: the one with this number among `machines`."""
 
-    name: str | None  # None for this machine
+    machines: Machines
+    number: int
     cores: list[list[int]]  # of each slot
     gpus: list[list[int]]
-    start: Callable[[Assignment, IO[bytes] | int, IO[bytes] | int], AgentHandle]
-    silence_s: float | None = None  # as in Assignment
-    save_s: float = 0.0
     free: list[int] = field(default_factory=list)  # the slots that no job uses
     is_lost: bool = False
+
+    @property
+    def name(self) -> str:
+        """Its name; empty for this machine."""
+        return self.machines.machines[self.number].name
 
     @property
     def num_slots(self) -> int:
         return len(self.cores)
 
-    def assign(self, request: Any, slots: Sequence[int]) -> Assignment:
-        """Return the assignment of a job that runs on these slots."""
+    def start(self, request: Request, slots: Sequence[int], output: IO[bytes] | int, errors: IO[bytes] | int) -> Agent:
+        """Start the agent of a job on these slots. output, errors: as in `Machines.start`."""
         cores, gpus = ([each for slot in slots for each in of[slot]] for of in (self.cores, self.gpus))
-        return Assignment(request, None, cores, gpus, self.silence_s, self.save_s)
+        assignment = Assignment(request, None, cores, gpus, self.machines.silence_s, self.machines.save_s)
+        return self.machines.start(self.number, assignment, output, errors)
+
+    def why_lost(self, status: int, output: str) -> str | None:
+        return self.machines.why_lost(self.number, status, output)
 
 
 def find_machines(
-    slots: Any, hosts: Sequence[str], options: Mapping[str, Any], configs: Sequence[Config]
+    slots: Any, kind: str | None, options: Mapping[str, Any], configs: Sequence[Config]
 ) -> list[SlotMachine]:
-    """Return the machines: this one, or those that ssh reaches by the names `hosts`.
+    """Return the machines of this kind, the dotted path of a class that implements Machines; None: this machine.
 
-    options: those of SshHosts. configs: of the jobs. Raises InputError if a machine lacks devices for its slots, or is
-    not reached.
+    slots: of a machine that has no number of its own. options: of the class. configs: of the jobs. Raises InputError
+    if a machine is not reached, or lacks devices for its slots.
     """
-    if not hosts:
+    if kind is None:
         num_gpus = _count_gpus(configs)
-        _check_slots(slots, len(allowed_cores()), num_gpus, "here")
+        _check_slots("hydra.launcher.slots", slots, len(allowed_cores()), num_gpus)
         cores, gpus = divide(sorted(allowed_cores()), slots), divide(range(num_gpus), slots)
-        return [SlotMachine(None, cores, gpus, AgentHandle)]
+        return [SlotMachine(ThisMachine(), 0, cores, gpus)]
     try:
-        ssh = SshHosts("hydra.launcher", parse_hosts("hydra.launcher", hosts, slots), **options)
+        machines: Machines = locate(kind)("hydra.launcher", slots, **options)
     except ValueError as error:
         raise InputError(str(error)) from None
-    machines = []
-    for host, facts in zip(ssh.hosts, ssh.check(Path(configs[0].outputs).absolute()), strict=True):
-        _check_slots(host.num, len(facts.cores), facts.num_gpus, f"on {host.name}")
-        cores, gpus = divide(facts.cores, host.num), divide(range(facts.num_gpus), host.num)
-        machines.append(SlotMachine(host.name, cores, gpus, partial(ssh.start, host), SILENCE_S, SAVE_S))
-    return machines
+    found = []
+    for number, facts in enumerate(check_machines(machines, Path(configs[0].outputs).absolute())):
+        name, num = machines.machines[number]
+        _check_slots(f"{machines.key}={name}: slots", num, len(facts.cores), facts.num_gpus)
+        cores, gpus = divide(facts.cores, num), divide(range(facts.num_gpus), num)
+        found.append(SlotMachine(machines, number, cores, gpus))
+    return found
 
 
 def divide(devices: Sequence[int], slots: int) -> list[list[int]]:
@@ -69,12 +96,11 @@ def divide(devices: Sequence[int], slots: int) -> list[list[int]]:
     return [list(devices[slot * size : (slot + 1) * size]) for slot in range(slots)]
 
 
-def _check_slots(slots: Any, num_cores: int, num_gpus: int, where: str) -> None:
+def _check_slots(key: str, slots: Any, num_cores: int, num_gpus: int) -> None:
     devices, kind = (num_gpus, "GPUs") if num_gpus else (num_cores, "CPU cores")
     if not isinstance(slots, int) or not 1 <= slots <= devices:
         raise InputError(
-            f"hydra.launcher.slots={slots} must be an integer from 1 to {devices}, the number of {kind} that the jobs "
-            f"can use {where}"
+            f"{key}={slots} must be an integer from 1 to {devices}, the number of {kind} that jobs can use"
         )
 
 

@@ -1,4 +1,4 @@
-"""hydra/launcher=slots: jobs in parallel, each on as many device slots as it has ranks."""
+"""Jobs in parallel, here or on other machines, each on as many device slots as it has ranks."""
 
 import contextlib
 import signal
@@ -16,8 +16,7 @@ from runner.config.request import Request
 from runner.config.schema import Config
 from runner.distributed.failures.signals import handling_signals, received
 from runner.errors import InputError, JobFailed, print_messages
-from runner.launchers.agent_handle import AgentHandle
-from runner.launchers.ssh_hosts import is_lost, why_lost
+from runner.launchers.machines import Agent
 from runner.records.ledger import JobRecord
 from runner.records.run_record import NOT_RUN, RUNNING, find_run
 from runner.records.tables import format_number
@@ -36,7 +35,7 @@ class RunningJob:
     request: Request
     machine: SlotMachine
     slots: list[int]
-    agent: AgentHandle
+    agent: Agent
     stderr: IO[bytes]
 
 
@@ -48,7 +47,7 @@ def check_jobs(machines: Sequence[SlotMachine], configs: Sequence[Config]) -> No
             raise InputError("debug=true needs a process with a terminal; remove it, or hydra/launcher=slots")
         if config.launcher.get("hosts"):
             raise InputError(
-                "launcher=ssh starts a job on several machines; for a machine each, set hydra.launcher.hosts"
+                "launcher=ssh starts a job on several machines; for jobs on one machine each, type hydra/launcher=ssh"
             )
         if (ranks := count_ranks(config.launcher)) > slots:
             raise InputError(
@@ -144,10 +143,14 @@ class _Slots:
         for each in [each for each in self.running if each.agent.status is not None]:
             self.running.remove(each)
             each.machine.free = sorted(each.machine.free + each.slots)
-            if each.machine.name and is_lost(each.agent.status or 0) and not stopped:
-                self._lose(each)
+            each.stderr.seek(0)
+            stderr = each.stderr.read().decode(errors="replace").strip()
+            each.stderr.close()
+            why = None if stopped else each.machine.why_lost(each.agent.status or 0, stderr)
+            if why is None:
+                _record_outcome(self._sweep, each, stderr, stopped)
             else:
-                _record_outcome(self._sweep, each, stopped)
+                self._lose(each, why)
 
     def kill_jobs(self) -> None:
         """Kill the processes of the running jobs."""
@@ -155,14 +158,11 @@ class _Slots:
             each.agent.close()
             each.agent.kill()
 
-    def _lose(self, lost: RunningJob) -> None:
+    def _lose(self, lost: RunningJob, why: str) -> None:
         """Let the job wait for another machine. Its checkpoints are in its directory."""
         lost.agent.close()
         if not lost.machine.is_lost:
-            lost.stderr.seek(0)
-            why = why_lost(lost.stderr.read().decode(errors="replace"))
             print(f"{lost.machine.name} is lost: {why}", flush=True)
-        lost.stderr.close()
         lost.machine.is_lost = True
         self.waiting.append((lost.job, lost.request))
         self.waiting.sort(key=lambda each: each[0].number)
@@ -173,18 +173,15 @@ def _start(sweep: Sweep, job: JobRecord, request: Request, machine: SlotMachine,
         stderr = opened.enter_context(tempfile.TemporaryFile())
         sweep.write_state(job, "running", slots=slots)
         # The lines of its output are in the job's log.txt.
-        agent = machine.start(machine.assign(request, slots), subprocess.DEVNULL, stderr)
-        opened.pop_all()  # _record_outcome closes the file
+        agent = machine.start(request, slots, subprocess.DEVNULL, stderr)
+        opened.pop_all()  # record_ended closes the file
     return RunningJob(job, request, machine, slots, agent, stderr)
 
 
-def _record_outcome(sweep: Sweep, ended: RunningJob, stopped: bool) -> None:
+def _record_outcome(sweep: Sweep, ended: RunningJob, stderr: str, stopped: bool) -> None:
     """Record and print the outcome of a job. `stopped` is True if it was signaled to stop."""
     ended.agent.close()
-    ended.stderr.seek(0)
-    stderr, status = ended.stderr.read().decode(errors="replace").strip(), ended.agent.status or 0
-    ended.stderr.close()
-    run = find_run(ended.job.directory)
+    status, run = ended.agent.status or 0, find_run(ended.job.directory)
     if status == 0 and run.state not in (RUNNING, NOT_RUN):  # otherwise user code has called os._exit(0)
         state = sweep.write_outcome(ended.job, run.metrics)
         text = "  ".join(f"{name} {format_number(value)}" for name, value in run.metrics.items())

@@ -42,7 +42,7 @@ class Cluster:
 
     def start_sweep(self, *args: str) -> Popen[str]:
         options = (f"hydra.launcher.options=[-F,{self.folder / 'config'}]", "hydra.launcher.slots=1")
-        hosts = ("hydra/launcher=slots", "hydra.launcher.hosts=[host1,host2]")
+        hosts = ("hydra/launcher=ssh", "hydra.launcher.hosts=[host1,host2]")
         return self.hosts.runner(self.commands, SUBMITTER, "-m", *hosts, *options, *args)
 
     def living(self, host: int) -> list[int]:

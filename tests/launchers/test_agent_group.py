@@ -1,13 +1,12 @@
 """The agents of several machines: which of them are started again, and when the others are stopped."""
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from runner.launchers import agent_group
 from runner.launchers.agent_group import AgentGroup
-from runner.launchers.agent_handle import AgentHandle
 
 LOST = 255
 
@@ -40,8 +39,8 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AgentGroup]:
     def make(*agents: list[Agent], min_nodes: int = 2, max_restarts: int = 0, join_timeout_s: float = 60) -> AgentGroup:
         waiting = [list(each) for each in agents]
 
-        def start(number: int) -> AgentHandle:
-            return cast(AgentHandle, waiting[number].pop(0))
+        def start(number: int) -> Agent:
+            return waiting[number].pop(0)
 
         def why_lost(number: int, status: int) -> str | None:
             return "no route" if status == LOST else None

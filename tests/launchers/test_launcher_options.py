@@ -13,7 +13,7 @@ from runner.launchers.launch import launch, make_launcher
 from runner.launchers.slurm.launcher import Slurm
 from runner.launchers.spawn import Spawn
 from runner.launchers.ssh import Ssh
-from runner.launchers.ssh_hosts import why_lost
+from runner.launchers.ssh_hosts import LOST, SshHosts
 from runner.launchers.torchrun import Torchrun
 
 
@@ -105,5 +105,7 @@ def test_the_hosts_of_ssh_have_their_own_numbers_of_ranks() -> None:
 
 def test_a_lost_machine_is_explained_by_ssh() -> None:
     output = "step 1\nTimeout, server node2 not responding.\n  warnings.warn('leaked objects')\n"
-    assert why_lost(output) == "Timeout, server node2 not responding."
-    assert why_lost("step 1\n") == "ssh has ended with status 255"
+    hosts = SshHosts("launcher", 1, ["node1"])
+    assert hosts.why_lost(0, LOST, output) == "Timeout, server node2 not responding."
+    assert hosts.why_lost(0, LOST, "step 1\n") == "ssh has ended with status 255"
+    assert hosts.why_lost(0, 1, output) is None

@@ -1,4 +1,4 @@
-"""The handle of an agent (runner.launchers.agent) in the process that has started it."""
+"""An agent (runner.launchers.agent) that a command starts, in the process that has started it."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ COMMAND = (sys.executable, "-m", "runner.launchers.agent")
 HEARTBEAT_S = 5.0
 
 
-class AgentHandle:
+class AgentProcess:
     """A started agent. It ends at the end of its input, which is when this process closes it or dies.
 
     command: starts the agent, possibly on another machine. output, errors: files, or constants of subprocess.

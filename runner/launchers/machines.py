@@ -1,0 +1,108 @@
+"""The contract of machines on which agents (runner.launchers.agent) run, for single runs and for sweeps."""
+
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, ClassVar, NamedTuple, Protocol
+
+from runner.distributed.failures.signals import Stopped, handling_signals, interruptible
+from runner.errors import InputError, Preempted
+from runner.launchers.agent import Assignment
+from runner.launchers.host_facts import HostFacts, find_facts
+
+
+class Machine(NamedTuple):
+    """A machine by its name, for messages and files, and its number of ranks or slots."""
+
+    name: str
+    num: int
+
+
+class Agent(Protocol):
+    """A started agent. It ends when this process closes it or dies."""
+
+    @property
+    def status(self) -> int | None:
+        """The exit status; None while the agent runs."""
+
+    def send_signal(self, number: int) -> None:
+        """Send this signal to the job."""
+
+    def close(self) -> None:
+        """Let the agent end. An agent that has exited needs it, too."""
+
+    def kill(self) -> None:
+        """Remove what is left of the agent, as far as this process reaches it."""
+
+
+class Machines(ABC):
+    """How agents are started on the machines of one kind; one file of runner/launchers for each kind.
+
+    Attributes:
+        key: The key of the options, for messages, as launcher.hosts.
+        machines: The machines, whose position is the `number` of the methods.
+        silence_s, save_s: As in Assignment.
+    """
+
+    key: str
+    machines: Sequence[Machine]
+    silence_s: ClassVar[float | None] = None
+    save_s: ClassVar[float] = 0.0
+
+    @abstractmethod
+    def find_facts(self, number: int, shared: str) -> HostFacts | str:
+        """Return what runner.launchers.host_facts finds there for the file `shared`, or why there is no answer."""
+
+    @abstractmethod
+    def start(self, number: int, assignment: Assignment, output: IO[bytes] | int, errors: IO[bytes] | int) -> Agent:
+        """Start the agent of an assignment. output, errors: files, or constants of subprocess."""
+
+    @abstractmethod
+    def why_lost(self, number: int, status: int, output: str) -> str | None:
+        """Return why the machine is lost, given the end of an agent; None if the agent has ended by itself."""
+
+
+def check_machines(machines: Machines, outputs: Path) -> list[HostFacts]:
+    """Return the facts of the machines. Raise InputError, which names what is wrong on each of them."""
+    existing = next(each for each in (outputs, *outputs.parents) if each.is_dir())
+    with _until_stopped(), tempfile.NamedTemporaryFile(dir=existing, prefix=".shared-") as shared:
+        own = find_facts(Path(shared.name))
+        with ThreadPoolExecutor(len(machines.machines)) as pool:
+            found = [*pool.map(lambda number: machines.find_facts(number, shared.name), range(len(machines.machines)))]
+    facts, messages = list[HostFacts](), list[str]()
+    for machine, each in zip(machines.machines, found, strict=True):
+        if isinstance(each, HostFacts):
+            facts.append(each)
+            each = "; ".join(_differences(each, own, outputs))
+        if each:
+            messages.append(f"{machines.key}={machine.name}: {each}")
+    if messages:
+        raise InputError(*messages)
+    return facts
+
+
+@contextmanager
+def _until_stopped() -> Iterator[None]:
+    """Raise Preempted in the context at a signal, at which this process would otherwise exit at once."""
+    try:
+        with handling_signals(), interruptible():
+            yield
+    except Stopped as error:
+        raise Preempted(str(error)) from None
+
+
+def _differences(facts: HostFacts, own: HostFacts, outputs: Path) -> list[str]:
+    """Return what keeps the machine from running ranks of this command."""
+    found = [
+        f"{package} {facts.versions.get(package)}, but {version} here"
+        for package, version in own.versions.items()
+        if version != facts.versions.get(package)
+    ]
+    if facts.code != own.code and not found:
+        found.append("another state of the runner's code than here")
+    if not facts.sees_file:
+        found.append(f"does not see the files in {outputs}; set outputs= to a shared directory")
+    return found
