@@ -46,7 +46,7 @@ def check_launchers(
         f"{rank_info.source} has started this process as rank {rank_info.rank} of {rank_info.world_size}": (
             not rank_info.may_start_processes
         ),
-        f"hydra/launcher={named['hydra/launcher']} runs jobs on this machine": named["hydra/launcher"] != "basic",
+        f"hydra/launcher={named['hydra/launcher']} starts jobs itself": named["hydra/launcher"] != "basic",
         "other jobs have another launcher": len(queues) < len(launchers),
         "launcher.dry_run differs between them": len({queue.dry_run for queue in queues}) > 1,
     }

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from runner.config.diagnostics.import_target import locate
+from runner.config.diagnostics.import_target import locate_callable
 from runner.config.request import Request
 from runner.config.schema import Config
 from runner.distributed.backend import as_backend
@@ -78,7 +78,11 @@ def find_machines(
         cores, gpus = divide(sorted(allowed_cores()), slots), divide(range(num_gpus), slots)
         return [SlotMachine(ThisMachine(), 0, cores, gpus)]
     try:
-        machines: Machines = locate(kind)("hydra.launcher", slots, **options)
+        make = locate_callable(kind)
+    except ValueError as error:
+        raise InputError(f"hydra.launcher.machines={kind}: {error}") from None
+    try:
+        machines: Machines = make("hydra.launcher", slots, **options)
     except ValueError as error:
         raise InputError(str(error)) from None
     found = []

@@ -85,7 +85,7 @@ def test_a_queue_and_something_else_are_refused(here: Here, slurm: Path, capfd: 
     for launcher, why in (
         (("launcher=slurm", "launcher.dry_run=true,false"), "launcher.dry_run differs between them"),
         (("launcher=slurm,env",), "other jobs have another launcher"),
-        (("launcher=slurm", "hydra/launcher=slots"), "hydra/launcher=slots runs jobs on this machine"),
+        (("launcher=slurm", "hydra/launcher=slots"), "hydra/launcher=slots starts jobs itself"),
     ):
         assert here("-m", *TINY, *launcher, "seed=0,1") == 2
         assert f"launcher=slurm queues jobs, but {why}; use only one of the two" in capfd.readouterr().err
