@@ -82,7 +82,7 @@ def find_rank_info(init: str = "env", environ: Mapping[str, str] = os.environ) -
         master_port=integer(environ, "MASTER_PORT", 0),
         hosts_store=rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
         directory=environ.get("RUNNER_DIRECTORY"),
-        restart_file=environ.get("RUNNER_RESTART_FILE") or _file_of_torchrun(environ),
+        restart_file=_file_of_torchrun(environ),
         inferred=tuple(name for name, key in local.items() if not environ.get(key)),
         has_parent=is_torchrun,
         on_one_machine=(is_size_known or master_addr.startswith("127.")) and local_world_size == world_size,

@@ -10,9 +10,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from runner.config.custom_dirs import add_to_path
 from runner.config.request import Request
@@ -97,9 +97,14 @@ def _follow_starter(lifeline: int, assignment: Assignment) -> None:
     os.killpg(0, signal.SIGKILL)  # a resumed sweep or run may start this job again
 
 
-if __name__ == "__main__":
+def run_agent(main: Callable[[], int]) -> NoReturn:
+    """Run the main function of an agent's process, prepared for signals, and exit with its status."""
     open_streams()
     install_handlers()
     begin_imports()
     with exiting_on_system_errors():
         sys.exit(main())
+
+
+if __name__ == "__main__":
+    run_agent(main)

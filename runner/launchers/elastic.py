@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import socket
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, MultiprocessContext, SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, MultiprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousHandler
 
@@ -29,7 +28,7 @@ from runner.records.attempts import error_line
 from runner.records.run_directory import CHECKPOINTS, Destination
 from runner.records.run_record import find_run, report_failure, result_mtime_ns
 
-UNUSED_SIGNAL = "SIGXCPU"  # torch's agent terminates all ranks at its signals, and needs at least one
+UNUSED_SIGNAL = "SIGXCPU"  # torch's agent needs a signal at which it terminates all ranks; others are forwarded
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,6 @@ class Ranks:
     num: int
     entrypoint: Callable[..., Any] | str
     args: Sequence[Any]
-    signals: str = UNUSED_SIGNAL  # at which the agent terminates the ranks and raises SignalException
 
 
 class _Agent(LocalElasticAgent):
@@ -113,9 +111,7 @@ def run_worlds(
                 print_messages([str(outcome)])
             raise JobFailed(f"{outcome}\n{reason}") if reason else outcome
     finally:
-        # After a signal the ranks save and exit; the other machines must not mistake a closed rendezvous for a failure.
-        if not isinstance(sys.exception(), SignalException):
-            rendezvous.close()
+        rendezvous.close()
 
 
 def _run_agent(rendezvous: RendezvousHandler, ranks: Ranks) -> RunResult:
@@ -126,7 +122,7 @@ def _run_agent(rendezvous: RendezvousHandler, ranks: Ranks) -> RunResult:
     """
     for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):  # failures are reported by the runner
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ranks.signals
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = UNUSED_SIGNAL
     spec = WorkerSpec(
         role="rank",
         local_world_size=ranks.num,

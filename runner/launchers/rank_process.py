@@ -4,8 +4,9 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing import forkserver, resource_tracker
@@ -55,9 +56,10 @@ def run_rank(request: Request, join_timeout_s: float, source: str) -> Outcome:
 
 
 @contextmanager
-def forwarding_signals(is_embedded: bool = False) -> Iterator[list[str]]:
+def forwarding_signals(is_embedded: bool = False, save_s: float | None = None) -> Iterator[list[str]]:
     """Forward signals that request a stop to the ranks; a second Ctrl-C kills them. Without ranks this process exits.
 
+    save_s: seconds after the first signal until ranks that have not exited are killed; None for no limit.
     is_embedded: The process belongs to the caller: Ctrl-C raises KeyboardInterrupt, any other signal a SystemExit.
     Yields the names of the received signals.
     """
@@ -76,6 +78,10 @@ def forwarding_signals(is_embedded: bool = False) -> Iterator[list[str]]:
             with suppress(ProcessLookupError):
                 os.kill(process.pid or 0, signal.SIGTERM if is_interrupt and not is_second else number)
         if ranks and not is_second:
+            if save_s is not None and len(received) == 1:
+                timer = threading.Timer(save_s, _kill, [ranks])
+                timer.daemon = True
+                timer.start()
             return
         deadline = time.monotonic() + signals.EXIT_DELAY_S  # for ranks that record the interruption
         for process in ranks:
@@ -92,6 +98,11 @@ def forwarding_signals(is_embedded: bool = False) -> Iterator[list[str]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _kill(processes: Sequence[multiprocessing.process.BaseProcess]) -> None:
+    for process in processes:
+        process.kill()
 
 
 def start_fork_server() -> None:

@@ -41,6 +41,7 @@ class Torchrun(Launcher):
 
     starts_processes = True
     source = "torchrun"  # of the ranks
+    save_s: float | None = None  # after a signal, until the ranks are killed; None: they end by themselves
 
     def __init__(
         self,
@@ -86,16 +87,16 @@ class Torchrun(Launcher):
         check_open_files(f"launcher={self.source}", FILES + FILES_PER_RANK * self.nproc_per_node)
         start_fork_server()
         with (
-            forwarding_signals(rank_info.is_embedded) as received,
+            forwarding_signals(rank_info.is_embedded, self.save_s) as received,
             recording_directory(request.destination) as destination,
         ):
             arguments = (replace(request, destination=destination), self.join_timeout_s, self.source)
             ranks = Ranks(self.nproc_per_node, run_rank, arguments)
             # The ranks must report a lost machine before the agent notices it and terminates them.
-            return self.run(ranks, destination, received, as_backend(request.config.backend).timeout_s + REPORT_S)
+            return self._run(ranks, destination, received, as_backend(request.config.backend).timeout_s + REPORT_S)
 
-    def run(
-        self, ranks: Ranks, destination: Destination, received: Sequence[str], timeout_s: float | None = None
+    def _run(
+        self, ranks: Ranks, destination: Destination, received: Sequence[str], timeout_s: float
     ) -> dict[str, float]:
         """Run the job with these ranks on this machine. Arguments and results are those of `run_worlds` and `Nodes`."""
         if self.max_nodes == 1:

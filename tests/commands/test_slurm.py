@@ -108,7 +108,7 @@ def test_sbatch_and_srun_give_the_same_weights(cluster: Cluster, commands: Comma
     _, one = submitted(waited)
     assert one.result["state"] == "finished" and one.result["world_size"] == 4
     assert one.result["weights_sha256"] == here.result["weights_sha256"]
-    assert "4 processes (torchrun)" in waited.stdout and "finished: val/accuracy" in waited.stdout
+    assert "4 processes (slurm)" in waited.stdout and "finished: val/accuracy" in waited.stdout
     assert (one.path / "log.txt").read_text() in waited.stdout
 
     step = (*SRUN, "--chdir", str(tmp_path), "python", "-m", "runner")
@@ -235,7 +235,7 @@ def test_a_cancelled_job_is_not_requeued_and_can_be_submitted_again(
     [
         ("launcher.setup=['exit 3']", 3, "the job ended with status 3 before its run was started, at: exit 3"),
         ("launcher.setup=['false']", 1, "the job ended with status 1 before its run was started, at: false"),
-        ("data=image_folder data.root=nowhere", 1, "data.root=nowhere"),  # only the job reads the data
+        ("data=image_folder data.root=nowhere", 2, "data.root=nowhere"),  # only the job reads the data
     ],
 )
 def test_a_job_that_fails_before_its_first_step_reports_why(

@@ -2,15 +2,12 @@
 
 import json
 import os
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from runner.launchers import torchrun
 from runner.launchers.slurm import agent, requeue
 
 End = Callable[[str | None, int, int, str], int]
@@ -95,13 +92,15 @@ def test_results_of_an_earlier_start_are_ignored(run: Path, end: End) -> None:
     assert end(None, 0, 1, "") == 1
 
 
-def test_a_signaled_agent_leaves_a_file(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_worlds(*args: object) -> None:
-        raise SignalException("signaled", sigval=signal.SIGUSR1)
+@pytest.mark.parametrize("ended", [143, SystemExit(143)])
+def test_a_signaled_agent_leaves_a_file(run: Path, ended: int | SystemExit, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_arguments(*arguments: object) -> int:
+        if isinstance(ended, SystemExit):
+            raise ended
+        return ended
 
-    monkeypatch.setattr(torchrun, "run_worlds", run_worlds)
-    monkeypatch.setattr(sys, "argv", ["agent", "0", "1", "2", "node:1", "0", "60"])
+    monkeypatch.setattr(agent, "run_arguments", run_arguments)
+    monkeypatch.setattr(sys, "argv", ["agent", "0", "1", "2", "node:1", "0", "60", "100"])
     monkeypatch.setenv("RUNNER_DIRECTORY", str(run))
-    monkeypatch.setenv("RUNNER_RESTART_FILE", "")
-    assert agent.run() == 0
+    assert agent.main() == 0
     assert (run / requeue.STOPPED).exists()

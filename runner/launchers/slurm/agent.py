@@ -1,56 +1,76 @@
-"""torch's elastic agent on one node of a Slurm job.
+"""The agent on one node of a Slurm job, which runs the node's ranks as launcher=torchrun does.
 
-usage: python -m runner.launchers.slurm.agent NODE_ID NODES NPROC_PER_NODE ENDPOINT MAX_RESTARTS JOIN_TIMEOUT_S
+usage: python -m runner.launchers.slurm.agent NODE_ID NODES NPROC_PER_NODE ENDPOINT MAX_RESTARTS JOIN_TIMEOUT_S SAVE_S
 ARGUMENT..., with RUNNER_DIRECTORY set
 """
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-from torch.distributed.elastic.multiprocessing import SignalException
-
-from runner.errors import InputError, JobFailed, Preempted, print_messages
-from runner.launchers.elastic import Ranks
+from runner.config.command import composing, prepare
+from runner.distributed.environment import RankInfo
+from runner.distributed.failures.signals import PREEMPTED
+from runner.errors import InputError, print_messages
+from runner.jobs.process_tuning import tune_process
+from runner.launchers.agent import run_agent
+from runner.launchers.contract import Launcher
 from runner.launchers.slurm.requeue import STOPPED
-from runner.launchers.torchrun import Torchrun
-from runner.records.run_directory import Destination
-
-SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # forwarded to the ranks, which save and exit
 
 
-def run() -> int:
+def main() -> int:
     """Run this node's ranks to the end of the job, and return the exit status.
 
-    Exit with 0 even after a signal, because the ranks received it too; `result.json` has the outcome. Another status
-    would make srun terminate the other nodes' agents, whose ranks may still be saving.
+    Return 0 even after a signal, because the ranks received it too; `result.json` has the outcome. Another status would
+    make srun terminate the other nodes' agents, whose ranks may still be saving.
     """
-    node_id, num_nodes, num_ranks, endpoint, max_restarts, join_timeout_s = sys.argv[1:7]
+    node_id, num_nodes, num_ranks, endpoint, max_restarts, join_timeout_s, save_s = sys.argv[1:8]
+    from runner.launchers.torchrun import Torchrun  # imports torch
+
     launcher = Torchrun(
         int(num_ranks),
         int(num_nodes),
         endpoint if num_nodes != "1" else None,
         max_restarts=int(max_restarts),
         join_timeout_s=float(join_timeout_s),
+        node_rank=int(node_id),
     )
-    launcher.is_host = node_id == "0"
+    launcher.source, launcher.is_host, launcher.save_s = "slurm", node_id == "0", float(save_s)
     directory = os.environ["RUNNER_DIRECTORY"]
-    with TemporaryDirectory() as temporary:
-        os.environ["RUNNER_RESTART_FILE"] = str(Path(temporary, "restart"))
-        try:
-            ranks = Ranks(launcher.nproc_per_node, sys.executable, ["-um", "runner", *sys.argv[7:]], SIGNALS)
-            launcher.run(ranks, Destination(directory), [])
-        except (SignalException, Preempted):
-            # The signal has killed ranks that were still starting. The batch script may not have received it.
-            (Path(directory) / STOPPED).touch()
-        except InputError as error:
-            print_messages(error.messages)
-            return 1
-        except JobFailed:
-            return 1
-    return 0
+    try:
+        status = run_arguments(sys.argv[8:], launcher, directory)
+    except SystemExit as error:  # after a signal, before the ranks have started
+        status = int(error.code or 0)
+    if status == PREEMPTED:
+        (Path(directory) / STOPPED).touch()  # the batch script may not have received the signal
+        return 0
+    return status
+
+
+def run_arguments(arguments: Sequence[str], launcher: Launcher, directory: str) -> int:
+    """Run the job of a command's arguments by this launcher. Return the exit status that the command would have.
+
+    directory: of the run, which continues if it exists.
+    """
+    prefix = "--config-dir="
+    config_dirs = [text.removeprefix(prefix) for text in arguments if text.startswith(prefix)]
+    overrides = [text for text in arguments if not text.startswith(prefix)]
+    rank_info = RankInfo(directory=directory)
+    try:
+        with composing(overrides, config_dirs, multirun=False) as composed:
+            request = prepare(composed, rank_info, [sys.executable, "-m", "runner", *arguments])
+            from runner.launchers.launch import launch_and_report
+
+            tune_process()
+            return launch_and_report(request, rank_info, launcher)
+    except InputError as error:
+        print_messages(error.messages)
+        return 2
 
 
 if __name__ == "__main__":
-    sys.exit(run())
+    # This process is an agent, not one of the ranks that the tasks of a step are otherwise.
+    for name in ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"):
+        os.environ.pop(name, None)
+    run_agent(main)

@@ -168,8 +168,6 @@ class Slurm(Queue):
         for path, request in runs:
             kept = [text for text in request.command.overrides if not text.lstrip("+").startswith("launcher.dry_run=")]
             arguments.append((path, [*(f"--config-dir={config_dir}" for config_dir in config_dirs), *kept]))
-        # Ranks that have not saved after the grace period are killed, and the job resumes from the last checkpoint.
-        grace_s = max(self.signal_s - 20, self.signal_s * 3 // 4)
         parts = (
             "#!/bin/bash",
             *self._directives(name, directory, len(runs)),
@@ -180,7 +178,7 @@ class Slurm(Queue):
             script.SETUP,
             *self._prepare(),
             select_code,
-            script.RUN.format(ports=len(PORTS), first_port=PORTS[0], grace_s=grace_s),
+            script.RUN.format(ports=len(PORTS), first_port=PORTS[0]),
         )
         return "\n".join(parts), note
 
@@ -215,7 +213,7 @@ class Slurm(Queue):
 
     def _functions(self) -> str:
         of_code = ("RUNNER_CODE", "PYTHONPATH", "PYTHONSAFEPATH") if self.code == "frozen" else ()
-        names = ("RUNNER_DIRECTORY", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", *(self.env or {}), *of_code)
+        names = ("RUNNER_DIRECTORY", *(self.env or {}), *of_code)
         python = "python" if self.conda or self.venv or self.prefix else shlex.quote(sys.executable)
         command = [self.prefix or "", "env", *(f'{name}="${name}"' for name in names), script.VISIBLE, python]
         return script.FUNCTIONS.format(
@@ -223,6 +221,8 @@ class Slurm(Queue):
             nproc=self.nproc_per_node,
             join_s=self.join_timeout_s,
             restarts=self.max_restarts,
+            # Ranks that have not saved by then are killed, and the job resumes from the last checkpoint.
+            save_s=max(self.signal_s - 20, self.signal_s * 3 // 4),
         )
 
     def _prepare(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""The parts of the batch script of a Slurm job, which starts a torchrun agent on each of its nodes."""
+"""The parts of the batch script of a Slurm job, which starts an agent on each of its nodes."""
 
 TRAP = """\
 # Slurm sends the signal shortly before the time limit and before a preemption: the ranks save and exit.
@@ -20,10 +20,10 @@ address() {{
 inside() {{
     exec {command} "$@"
 }}
-# On each node, torchrun's agent for its ranks.
+# On each node, the agent of its ranks.
 agent() {{
     inside -m runner.launchers.slurm.agent \\
-        "$SLURM_NODEID" "$SLURM_JOB_NUM_NODES" {nproc} "$master:$port" {restarts} {join_s} "$@"
+        "$SLURM_NODEID" "$SLURM_JOB_NUM_NODES" {nproc} "$master:$port" {restarts} {join_s} {save_s} "$@"
 }}
 # Slurm's controller may be busy or restarting.
 retry() {{
@@ -62,7 +62,6 @@ RUN = """\
 trap - EXIT  # from here on, the run records its failure itself
 master=$(address "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)")
 port=$(({first_port} + SLURM_JOB_ID % {ports}))  # jobs on one node have different ids, and so different ports
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={grace_s}
 export master port
 export -f inside agent
 mkdir -p "$RUNNER_DIRECTORY/slurm" && rm -f "$RUNNER_DIRECTORY/slurm/stopped" && touch "$RUNNER_DIRECTORY/slurm/started"
