@@ -11,7 +11,7 @@ from runner.config.diagnostics.overrides import refuse_overrides
 from runner.config.pointers import named_directory
 from runner.config.recorded_code import importing_code_of
 from runner.config.request import Request
-from runner.config.resume import Arguments, add_recorded
+from runner.config.resume import STOP_ON_FAILURE, Arguments, add_recorded
 from runner.distributed.environment import RankInfo, run_in_progress
 from runner.errors import InputError
 from runner.records.run_directory import Command, Destination
@@ -33,6 +33,8 @@ def prepare(arguments: Arguments, rank_info: RankInfo, words: Sequence[str]) -> 
     """Return the request of one run, with its checked configuration. Raise InputError with every wrong value."""
     cfg = compose(arguments.overrides)
     config = checked(cfg, arguments.overrides)
+    if config.sweep.stop_on_failure:
+        raise InputError(f"{STOP_ON_FAILURE}=true needs a sweep; add -m")
     choices = dict(cfg.hydra.runtime.choices)
     named = named_directory(config.run_id, config.name, config.outputs)
     return Request(

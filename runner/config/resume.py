@@ -42,6 +42,7 @@ LOCATIONS = (*POINTERS, "outputs", "name")
 OF_RESULTS = ("outputs", "name", "run_id", "export.output", "predict.output", "report.output")
 _FLAG = "--config-dir="
 OVER = "report.over"  # also a key of a sweep, for the table at its end
+STOP_ON_FAILURE = "sweep.stop_on_failure"
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,13 @@ class Reporting:
 
 
 @dataclass
+class Sweeping:
+    """How a sweep reacts to its jobs."""
+
+    stop_on_failure: bool = False
+
+
+@dataclass
 class Exporting:
     """What task=export writes, and the tolerance of its outputs."""
 
@@ -169,6 +176,7 @@ class Config:
     debug: bool = False
     compare: Comparison = field(default_factory=Comparison)
     plan: Planning = field(default_factory=Planning)
+    sweep: Sweeping = field(default_factory=Sweeping)
     report: Reporting = field(default_factory=Reporting)
     export: Exporting = field(default_factory=Exporting)
     predict: Predicting = field(default_factory=Predicting)

@@ -20,6 +20,7 @@ from runner.records.run_record import DONE, RESULT, RUNNING, RunRecord, current_
 
 LEDGER = "ledger.jsonl"
 REMOVED = "removed"
+FAILED = ("failed", "refused")
 STOPPING = "stopping"  # a line with this state is a request and does not change the state of the job
 
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from runner.config.compose import compose
 from runner.config.pointers import named_directory
-from runner.config.resume import OVER, Arguments
+from runner.config.resume import OVER, STOP_ON_FAILURE, Arguments
 from runner.config.texts import typed_options
 from runner.distributed.environment import RankInfo
 from runner.errors import InputError, JobFailed, Preempted, print_messages, quantity
@@ -53,14 +53,15 @@ def run_sweep(
     if named and (named / OVERRIDES).is_file():
         raise InputError(f"run_id={base.run_id} is a run; leave out -m to resume it, or type another run_id")
     record = SweepRecord(list(arguments.recorded), list(arguments.config_dirs), list(command), {})
-    of_sweep = ["hydra.", "hydra/", "run_id="]
+    of_sweep = ["hydra.", "hydra/", "run_id=", f"{STOP_ON_FAILURE}="]
     if base.hydra.runtime.choices.task != "report":
         of_sweep.append(f"{OVER}=")  # of the table at the end
     swept_overrides = [text for text in arguments.overrides if not text.lstrip("+~").startswith(tuple(of_sweep))]
     backend = typed_options(OmegaConf.to_container(base.backend, resolve=True))
     over = list(map(str, base.report.over))
     directories = (arguments.directory, named)
-    sweep = Sweep(rank_info, arguments, record, *directories, backend, swept_overrides, over, on_composed=on_composed)
+    stops = bool(base.sweep.stop_on_failure)
+    sweep = Sweep(rank_info, arguments, record, *directories, backend, swept_overrides, over, stops, on_composed)
     try:
         hydra.multirun("config", sweep, first, with_log_configuration=False)
         return None if sweep.dry_run else sweep.directory, _finish(sweep)

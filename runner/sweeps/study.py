@@ -17,13 +17,12 @@ from runner.config.instantiate import create
 from runner.config.schema import Config
 from runner.config.texts import keep_text
 from runner.errors import InputError, first_line
-from runner.records.ledger import REMOVED, JobRecord, is_sweep, job_of, read_ledger
+from runner.records.ledger import FAILED, REMOVED, JobRecord, is_sweep, job_of, read_ledger
 from runner.records.run_record import DONE
 from runner.sweeps.jobs import Composer, complete_overrides, first_value
 from runner.sweeps.study_options import StudyOptions, TrialPruner, check_study, distribution, open_storage
 from runner.sweeps.sweep import Sweep
 
-FAILED = ("failed", "refused")  # such a trial is not run again
 JOURNAL = "study.journal"
 
 JobWithPruner = tuple[JobRecord, TrialPruner]
@@ -87,6 +86,8 @@ class Study:
         value of a job whose directory was removed.
         """
         self.report_outcomes()
+        if self.sweep.find_failed():
+            return []
         jobs, known = read_ledger(Path(str(self.sweep.directory))), self.study.get_trials(deepcopy=False)
         tried = {job.number for job in self.sweep.jobs}
         interrupted = [

@@ -14,7 +14,7 @@ from runner.config.diagnostics.type_hints import show
 from runner.config.pointers import pointer_to
 from runner.config.recorded_code import importing_code_of
 from runner.config.request import Request
-from runner.config.resume import OVER, Arguments
+from runner.config.resume import OVER, STOP_ON_FAILURE, Arguments
 from runner.config.schema import Config
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
@@ -42,12 +42,13 @@ class Sweep:
         named: The directory that `run_id` names, which need not exist.
         arguments: The overrides of the sweep, with several values for some keys, but without those of Hydra.
         over: The keys over which the table at the end averages.
+        stops_on_failure: True if no further jobs start once one has failed or was refused.
+        on_composed: Called once all jobs are composed and checked.
         jobs: The remaining jobs, in the order in which they run; Hydra's job.num is an index of this list.
         queues: True if the jobs are for a queue; `queued` are submitted together, or only printed if `dry_run`.
         is_new: True if the directory has no ledger yet.
         is_created: True if this process has created the directory.
         pruners: The pruners of a study's jobs, by job number.
-        on_composed: Called once all jobs are composed and checked.
     """
 
     rank_info: RankInfo
@@ -58,6 +59,8 @@ class Sweep:
     backend: dict[str, Any]
     arguments: list[str]
     over: list[str] = field(default_factory=lambda: ["seed"])
+    stops_on_failure: bool = False
+    on_composed: Callable[[], object] = int
     jobs: list[JobRecord] = field(default_factory=list)
     queues: bool = False
     queued: list[tuple[JobRecord, Request]] = field(default_factory=list)
@@ -65,7 +68,6 @@ class Sweep:
     is_new: bool = False
     is_created: bool = False
     pruners: dict[int, TrialPruner] = field(default_factory=dict)
-    on_composed: Callable[[], object] = int
 
     def open(
         self,
@@ -94,6 +96,8 @@ class Sweep:
         configs = [config for config, _ in composed]
         self.queues, self.dry_run = check_launchers(composed, self.rank_info, prepare is not None)
         check(configs)
+        if self.queues and self.stops_on_failure:
+            raise InputError(f"{STOP_ON_FAILURE}=true: a queue receives all jobs together; leave it out")
         if self.dry_run:
             if self.directory is not None:
                 raise InputError("launcher.dry_run=true: leave resume= out to print the jobs of a new sweep")
@@ -204,14 +208,27 @@ class Sweep:
         return True
 
     def skips(self, job: JobRecord) -> bool:
-        """Return True if `runs stop` has stopped the job before it started, and record this. All ranks must call it."""
+        """Return True if the job must not start: `runs stop` has stopped it, or another one has failed.
+
+        All ranks must call it.
+        """
         directory, text = job.directory.parent, "stopped before it started"
-        if not self.broadcast(f"skip{job.number}", lambda: is_stop_requested(directory, job.number)):
+        if self.broadcast(f"skip{job.number}", lambda: is_stop_requested(directory, job.number)):
+            self.write_state(job, "preempted", error=text)
+        elif failed := self.broadcast(f"failed{job.number}", self.find_failed):
+            text = f"not started, because {failed} has failed"
+        else:
             return False
-        self.write_state(job, "preempted", error=text)
         if self.rank_info.rank == 0:
             print(f"{job.label} was {text}", flush=True)
         return True
+
+    def find_failed(self) -> str:
+        """Return the label of a job whose failure stops the sweep; empty if there is none."""
+        if not self.stops_on_failure:
+            return ""
+        jobs = read_ledger(Path(str(self.directory)))
+        return next((job.label for job in jobs if job.state in ledger.FAILED and not job.is_due), "")
 
     def request(self, job: JobRecord, config: Config, overrides: list[str], choices: dict[str, str]) -> Request:
         """Return the request of a job. `overrides` are those with which it is composed."""

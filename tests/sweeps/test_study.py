@@ -75,6 +75,14 @@ def test_ranks_run_the_same_trials_and_prune_at_the_same_step(commands: Commands
 
 
 @pytest.mark.thorough
+def test_a_failed_trial_is_the_last_one_if_it_stops_the_sweep(here: Here, tmp_path: Path) -> None:
+    keys = ("model.hidden=range(1,4)", "hydra.sweeper.n_trials=20", "sweep.stop_on_failure=true")
+    assert here("-m", *write_model(tmp_path), *STUDY, *keys) == 1
+    states = [job.state for job in jobs_of(tmp_path)]
+    assert states == ["finished"] * (len(states) - 1) + ["failed"] and len(states) < 20
+
+
+@pytest.mark.thorough
 def test_a_resumed_study_repeats_interrupted_trials_but_not_failed_ones(here: Here, tmp_path: Path) -> None:
     keys = ("optimizer.lr=range(0.1,0.4,0.1)", "model.hidden=range(1,4)", "batch_size=choice(32,64)")
     assert here("-m", *write_model(tmp_path), *STUDY, *keys, "hydra.sweeper.n_trials=5") == 1

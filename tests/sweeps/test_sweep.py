@@ -220,6 +220,19 @@ def test_one_job_of_a_serial_sweep_is_stopped(ranks: int, commands: Commands, cu
     assert one["step"] == other["step"] and one["weights_sha256"] == other["weights_sha256"]
 
 
+@pytest.mark.parametrize("launcher", [(), ("hydra/launcher=slots", "hydra.launcher.slots=1")])
+def test_no_job_starts_after_one_has_failed_if_that_stops_the_sweep(
+    launcher: tuple[str, ...], here: Here, custom: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    zipped = ("hydra.sweeper.zip=[model.fails,seed]", "model.fails=false,true,false", "seed=0,1,2")
+    assert here("-m", *CUSTOM, *launcher, *zipped, "sweep.stop_on_failure=true") == 1
+    assert [job.state for job in jobs_of(custom)] == ["finished", "failed", "waiting"]
+    assert "was not started, because 1-" in capfd.readouterr().out
+    assert here("-m", "resume=last", "sweep.stop_on_failure=false") == 1
+    assert [job.state for job in jobs_of(custom)] == ["finished", "failed", "finished"]
+    assert [job.num_starts for job in jobs_of(custom)] == [1, 2, 1]
+
+
 @pytest.mark.fault("kill -9 of a sweep", outcome="survived")
 @pytest.mark.thorough
 def test_a_sweep_that_is_killed_twice_runs_each_job_to_its_end_once(commands: Commands, custom: Path) -> None:
