@@ -184,9 +184,17 @@ def check_values(config: Config) -> list[str]:
     existing = next(each for each in (path, *path.parents) if each.exists())
     if not config.outputs:
         messages.append("outputs= must be the path of a directory; try outputs=outputs")
-    elif not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+    elif not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)) and not _is_remote(config.launcher):
         messages.append(f"outputs={config.outputs} must be writable, but {existing} is no writable directory")
     return messages
+
+
+def _is_remote(launcher: Mapping[str, Any]) -> bool:
+    """Return True if the launcher is one whose processes are on other machines."""
+    try:
+        return bool(getattr(locate(launcher["_target_"]), "is_remote", False))
+    except ValueError:  # `check_options` reports it
+        return False
 
 
 def check_batch(batch_size: int, micro_batches: int | str, parallel_micro_batches: int) -> list[str]:

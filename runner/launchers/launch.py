@@ -50,6 +50,10 @@ def launch(request: Request, rank_info: RankInfo, launcher: Launcher | None = No
         if request.queued_overrides:
             request = replace(request, command=replace(request.command, overrides=request.queued_overrides))
     if launches_jobs(config.task):
+        if launcher.is_remote:
+            raise InputError(
+                f"launcher={choices['launcher']}: task={choices['task']} runs on this machine; leave the launcher out"
+            )
         task: LaunchingTask = make_task(config.task, LaunchingTask)
         return task.launch_jobs(request, rank_info)
     if launcher.starts_processes and not rank_info.may_start_processes:

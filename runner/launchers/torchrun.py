@@ -33,6 +33,7 @@ MASTER_PORT = 29500  # torchrun's default
 LAST_CALL_S = 30  # for which the minimum number of machines waits for more machines
 NAME_POLL_S = 1.0
 FILES, FILES_PER_RANK = 14, 8  # of the agent, the fork server and the store in this process
+REPEAT = 75  # exit status of a node whose command with run_id must be repeated; sysexits.h's EX_TEMPFAIL
 REPORT_S = 20.0  # for the ranks to report that a machine does not respond, after backend.timeout_s
 
 
@@ -42,6 +43,7 @@ class Torchrun(Launcher):
     starts_processes = True
     source = "torchrun"  # of the ranks
     save_s: float | None = None  # after a signal, until the ranks are killed; None: they end by themselves
+    is_repeated = False  # a service repeats the command if another node is lost or has given up
 
     def __init__(
         self,
@@ -86,6 +88,7 @@ class Torchrun(Launcher):
         check_shared_memory(f"launcher={self.source}")
         check_open_files(f"launcher={self.source}", FILES + FILES_PER_RANK * self.nproc_per_node)
         start_fork_server()
+        self.is_repeated = request.config.run_id is not None and self.source == Torchrun.source
         with (
             forwarding_signals(rank_info.is_embedded, self.save_s) as received,
             recording_directory(request.destination) as destination,
@@ -107,20 +110,22 @@ class Torchrun(Launcher):
             return run_worlds(nodes, ranks, destination, self.max_restarts, received)
         except RendezvousError as error:
             reason = str(error) or type(error).__name__
-            if nodes is None or not nodes.worlds:
+            is_lost = nodes is not None and isinstance(error, (RendezvousConnectionError, RendezvousClosedError))
+            if nodes is None or not (nodes.worlds or (is_lost and self.is_repeated)):
                 raise InputError(
                     f"{where}: {self.min_nodes} nodes did not find each other there within "
                     f"launcher.join_timeout_s={self.join_timeout_s:g} ({reason}); check that all are started"
                 ) from None
-            text = f"{where}: the nodes no longer found each other ({reason})"
+            text, status = f"{where}: the nodes no longer found each other ({reason})", 1
+            if is_lost:
+                text = f"{where}: another node has given up, and reports why"
+                status = REPEAT if self.is_repeated else 1
             if isinstance(error, RendezvousConnectionError):
                 text = f"{where}, the rendezvous of the nodes, is lost: it does not respond"
-            elif isinstance(error, RendezvousClosedError):
-                text = f"{where}: another node has given up, and reports why"
         if directory := destination.find():
             text += f"; start every node again with resume={directory}"
         print(text, file=sys.stderr, flush=True)
-        raise JobFailed(text)
+        raise JobFailed(text, status)
 
     def _parameters(self) -> RendezvousParameters:
         last_call_s = min(LAST_CALL_S, self.join_timeout_s)

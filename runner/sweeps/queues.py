@@ -36,6 +36,11 @@ def check_launchers(
         raise InputError(
             "launcher.nodes: each machine would create its own sweep; use torchrun --nnodes ... -m runner -m ..."
         )
+    if any(launcher.is_remote for launcher in launchers):
+        raise InputError(
+            f"launcher={jobs[0][1]['launcher']} starts single runs; for several, type a command for each, with "
+            "launcher.wait=false"
+        )
     queues = [cast(Queue, launcher) for launcher in launchers if launcher.queues]
     if not queues:
         return False, False

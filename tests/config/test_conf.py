@@ -23,7 +23,7 @@ from runner.paths import CONF
 ANY_SAMPLES = ("linear", "mlp", "toy")
 OF_TOKENS = ("gpt",)  # samples are sequences of them; the other models are for images
 OF_PIXELS = ("unet",)  # each token has outputs, not the whole sample
-NEEDED = {"ssh": ("launcher.hosts=[node1]",)}  # values without a default
+NEEDED = {"ssh": ("launcher.hosts=[node1]",), "kubernetes": ("launcher.image=IMAGE",)}  # values without a default
 EMBEDDED = ("counting", "digits", "random", "shapes", "text", "toy")  # the other datasets read files
 
 

@@ -1,20 +1,29 @@
 """The options and environments that a launcher refuses."""
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
 import torch
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousTimeoutError,
+)
 from worlds import configure
 
 from runner.distributed.environment import RankInfo
-from runner.errors import InputError
+from runner.errors import InputError, JobFailed
 from runner.launchers import torchrun
+from runner.launchers.kubernetes.launcher import Kubernetes
 from runner.launchers.launch import launch, make_launcher
 from runner.launchers.slurm.launcher import Slurm
 from runner.launchers.spawn import Spawn
 from runner.launchers.ssh import Ssh
 from runner.launchers.ssh_hosts import LOST, SshHosts
-from runner.launchers.torchrun import Torchrun
+from runner.launchers.torchrun import REPEAT, Torchrun
+from runner.records.run_directory import Destination
 
 
 @pytest.mark.parametrize("kind", [Spawn, Torchrun, Slurm])
@@ -52,6 +61,11 @@ def test_a_launcher_inside_a_world_is_refused(kind: type) -> None:
         (Ssh, {"hosts": ["a", "b"], "min_nodes": 1}, "launcher.min_nodes=1 needs launcher.max_restarts"),
         (Ssh, {"hosts": ["a", "b"], "rdzv_endpoint": "a"}, "launcher.rdzv_endpoint=a must be HOST:PORT"),
         (Ssh, {"hosts": ["a"], "min_nodes": 2}, "launcher.min_nodes=2 must be from 1 to 1"),
+        (Kubernetes, {}, "launcher.image=null must name a container image with the runner"),
+        (Kubernetes, {"image": "a", "nodes": "2:1"}, "launcher.nodes=2:1 must be a number of at least 1, or MIN:MAX"),
+        (Kubernetes, {"image": "a", "gpus_per_node": 1}, "launcher.nproc_per_node=2 needs a GPU each"),
+        (Kubernetes, {"image": "a", "grace_s": 0}, "launcher.grace_s=0 must be at least 1"),
+        (Kubernetes, {"image": "a", "pod": {"containers": []}}, "launcher.pod.containers: the launcher sets this key"),
         (Slurm, {"nodes": 0}, "launcher.nodes=0 must be at least 1"),
         (Slurm, {"gpus_per_node": 2, "nproc_per_node": 4}, "launcher.nproc_per_node=4 needs a GPU each"),
         (Slurm, {"sbatch": {"job_name": "x"}}, "launcher.sbatch.job_name: the launcher sets this option"),
@@ -109,3 +123,29 @@ def test_a_lost_machine_is_explained_by_ssh() -> None:
     assert hosts.why_lost(0, LOST, output) == "Timeout, server node2 not responding."
     assert hosts.why_lost(0, LOST, "step 1\n") == "ssh has ended with status 255"
     assert hosts.why_lost(0, 1, output) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "worlds", "status"),
+    [
+        (RendezvousConnectionError("no response"), [0], REPEAT),
+        (RendezvousClosedError(), [0], REPEAT),
+        (RendezvousClosedError(), [], REPEAT),  # another node was stopped while it waited
+        (RendezvousTimeoutError(), [0], 1),
+        (RendezvousTimeoutError(), [], 2),
+    ],
+)
+def test_the_command_of_a_lost_node_is_repeated_only_with_a_run_id(
+    error: RendezvousError, worlds: list[int], status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(nodes: object, *args: object) -> NoReturn:
+        raise error
+
+    monkeypatch.setattr(torchrun, "Nodes", lambda *args: SimpleNamespace(worlds=worlds))
+    monkeypatch.setattr(torchrun, "run_worlds", fail)
+    for is_repeated, expected in {True: status, False: 1 if worlds else 2}.items():
+        launcher = Torchrun(1, 2, node_rank=0, master_addr="127.0.0.1")
+        launcher.is_repeated = is_repeated
+        with pytest.raises((JobFailed, InputError)) as caught:
+            launcher._run(None, Destination(), [], 1.0)
+        assert getattr(caught.value, "status", 2) == expected

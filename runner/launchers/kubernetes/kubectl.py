@@ -1,0 +1,95 @@
+"""Kubernetes' API through `kubectl`, which has the user's clusters and credentials."""
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+from runner.errors import InputError
+
+REQUEST_TIMEOUT_S = 5  # kubectl may try twice
+TIMEOUT_S = 60.0  # of kubectl itself, which may run a plugin for the credentials
+
+
+class ApiError(InputError):
+    """A failed request. `reason` is that of the API server, such as AlreadyExists; empty if it did not respond."""
+
+    def __init__(self, message: str, reason: str = ""):
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Api:
+    """The objects of one namespace. Every method raises ApiError.
+
+    The requests are raw: kubectl then neither queries the server's resources first, nor checks the object with the
+    rules of its own version.
+    """
+
+    context: str | None
+    namespace: str
+
+    def create(self, resource: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Create the object. Unknown keys are refused."""
+        return dict(json.loads(self._call("create", f"{self._path(resource)}?fieldValidation=Strict", body)))
+
+    def get(self, resource: str) -> dict[str, Any]:
+        return dict(json.loads(self._call("get", self._path(resource))))
+
+    def pods(self, job: str) -> list[dict[str, Any]]:
+        """Return the pods of the Job, the newest last."""
+        selector = quote(f"batch.kubernetes.io/job-name={job}")
+        pods = json.loads(self._call("get", f"{self._path('pods')}?labelSelector={selector}"))["items"]
+        return sorted(pods, key=lambda pod: str(pod["metadata"]["creationTimestamp"]))
+
+    def log(self, pod: str, since: str) -> list[str]:
+        """Return the lines of the pod's log, each after its time, from the second of the time `since` on."""
+        second = f"&sinceTime={quote(re.sub(r'[.][0-9]+', '', since))}" if since else ""
+        return self._call("get", f"{self._path(f'pods/{pod}/log')}?timestamps=true{second}").splitlines()
+
+    def delete(self, resource: str) -> None:
+        """Delete the object, once everything that it owns has been deleted."""
+        self._call("delete", f"{self._path(resource)}?propagationPolicy=Foreground")
+
+    def _path(self, resource: str) -> str:
+        group = "/apis/batch/v1" if resource.startswith("jobs") else "/api/v1"
+        return f"{group}/namespaces/{quote(self.namespace)}/{resource}"
+
+    def _call(self, verb: str, path: str, body: Mapping[str, Any] | None = None) -> str:
+        flags = (f"--request-timeout={REQUEST_TIMEOUT_S}s", f"--raw={path}", *(("-f", "-") if body else ()))
+        return _kubectl(self.context, verb, *flags, standard_input=json.dumps(body) if body else "")
+
+
+def connect(context: str | None, namespace: str | None) -> Api:
+    """Return the API of the namespace, or else that of the context. Raise InputError without kubectl or the context."""
+    if shutil.which("kubectl") is None:
+        raise InputError(
+            "launcher=kubernetes needs kubectl, which is not on this machine; launcher.dry_run=true prints the Job"
+        )
+    try:
+        chosen = _kubectl(context, "config", "view", "--minify", "--output=jsonpath={..namespace}").strip()
+    except ApiError as error:
+        if context:
+            raise InputError(f"launcher.context={context}: {error}") from None
+        chosen = ""  # in a pod, without a file of contexts
+    return Api(context, namespace or chosen or "default")
+
+
+def _kubectl(context: str | None, *arguments: str, standard_input: str = "") -> str:
+    command = ["kubectl", *((f"--context={context}",) if context else ()), *arguments]
+    try:
+        done = subprocess.run(
+            command, input=standard_input, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise ApiError(f"kubectl does not respond within {TIMEOUT_S:g} s") from None
+    if done.returncode:
+        text = " ".join(done.stderr.split())
+        found = re.search(r"\(([A-Z]\w+)\):", text)
+        raise ApiError(text.removeprefix("error: "), found[1] if found else "")
+    return done.stdout

@@ -1,0 +1,239 @@
+"""launcher=kubernetes: a run as an Indexed Job, which kubectl creates and follows."""
+
+import json
+import re
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from runner.config.diagnostics.import_target import locate
+from runner.config.pointers import named_directory
+from runner.config.request import Request
+from runner.distributed.environment import RankInfo
+from runner.distributed.failures.signals import INTERRUPTED, Stopped, interruptible
+from runner.errors import InputError, JobFailed, Preempted
+from runner.launchers.contract import Launcher
+from runner.launchers.env import check_options
+from runner.launchers.kubernetes.followed_job import FollowedJob, end_of, wait_until_deleted
+from runner.launchers.kubernetes.kubectl import Api, ApiError, connect
+from runner.launchers.kubernetes.manifest import (
+    OWNER,
+    RESERVED,
+    SERVICE,
+    Object,
+    command_of,
+    merged,
+    render_job,
+    render_pod,
+)
+from runner.launchers.torchrun import Torchrun
+from runner.records.run_record import DONE, find_run
+from runner.records.start_time import STAMP
+
+MAX_NAME = 63  # of a name in DNS
+
+
+@dataclass
+class Kubernetes(Launcher):
+    """launcher=kubernetes; conf/launcher/kubernetes.yaml documents the options."""
+
+    image: str | None = None
+    nodes: int | str = 1
+    nproc_per_node: int = 2
+    gpus_per_node: int | None = None
+    cpus_per_node: int | None = None
+    memory_per_node: str | None = None
+    volumes: Mapping[str, str] | None = None
+    env: Mapping[str, Any] | None = None
+    secrets: Sequence[str] = ()
+    node_selector: Mapping[str, Any] | None = None
+    tolerations: Sequence[Mapping[str, Any]] = ()
+    labels: Mapping[str, Any] | None = None
+    service_account: str | None = None
+    namespace: str | None = None
+    context: str | None = None
+    python: str = "python"
+    pod: Mapping[str, Any] | None = None
+    container: Mapping[str, Any] | None = None
+    grace_s: int = 120
+    dry_run: bool = False
+    wait: bool = True
+    max_restarts: int = 3
+    join_timeout_s: float = 600.0
+
+    starts_processes = True
+    is_remote = True
+
+    def __post_init__(self) -> None:
+        counts = ("gpus_per_node", "cpus_per_node", "grace_s")
+        check_options(self.join_timeout_s, self.max_restarts, **{name: getattr(self, name) for name in counts})
+        # The agents in the pods have the other options.
+        agent = Torchrun(self.nproc_per_node, self.nodes, master_addr="pod-0")
+        self.world_size, self._num_pods = agent.world_size, agent.max_nodes
+        if not self.image:
+            raise ValueError(
+                "launcher.image=null must name a container image with the runner; add launcher.image=IMAGE"
+            )
+        if self.gpus_per_node is not None and self.gpus_per_node < self.nproc_per_node:
+            raise ValueError(
+                f"launcher.nproc_per_node={self.nproc_per_node} needs a GPU each, and launcher.gpus_per_node="
+                f"{self.gpus_per_node} is less; use equal values"
+            )
+        for option, keys in RESERVED.items():
+            for key in keys:
+                if key in (getattr(self, option) or {}):
+                    raise ValueError(f"launcher.{option}.{key}: the launcher sets this key; leave it out")
+
+    def launch(self, request: Request, rank_info: RankInfo) -> dict[str, float]:
+        """Print or create the Job. With `wait`, follow it, and return the run's metrics if this machine sees them."""
+        config, given = request.config, request.destination.directory
+        run_id = Path(given or config.run_id or time.strftime(STAMP)).name
+        directory = named_directory(run_id, config.name, config.outputs)
+        assert directory is not None
+        if given and Path(given).absolute() != directory:
+            raise InputError(f"launcher=kubernetes resumes only runs in {directory.parent}, not {given}")
+        job = self._render(run_id, self._arguments(request, run_id))
+        _check_outputs(config.outputs, job)
+        if self.dry_run:
+            objects = [SERVICE, job] if self._num_pods > 1 else [job]
+            print(yaml.safe_dump_all(json.loads(json.dumps(objects)), sort_keys=False), end="")  # without anchors
+            return {}
+        api = connect(self.context, self.namespace)
+        try:
+            found = self._create(api, job)
+        except ApiError as error:
+            raise InputError(f"launcher=kubernetes: {error}") from None
+        name = job["metadata"]["name"]
+        if end_of(found):
+            print(f"Job {name} in namespace {api.namespace} is finished", flush=True)
+        elif self.wait:
+            self._follow(api, name)
+        run = find_run(directory)
+        return run.metrics if run.state in DONE else {}
+
+    def _create(self, api: Api, job: Object) -> Object:
+        """Return the Job: a new one, or that of an earlier command with the same arguments, which may be complete."""
+        name = job["metadata"]["name"]
+        try:
+            created = api.create("jobs", job)
+        except ApiError as error:
+            if error.reason != "AlreadyExists":
+                raise
+            return self._find(api, job)
+        try:
+            if self._num_pods > 1:
+                api.create("services", SERVICE)
+        except ApiError as error:
+            if error.reason != "AlreadyExists":
+                api.delete(f"jobs/{name}")
+                raise
+        print(f"created Job {name} in namespace {api.namespace}", flush=True)
+        return created
+
+    def _find(self, api: Api, job: Object) -> Object:
+        """Return the existing Job of this name. One that has failed, or is being deleted, is replaced."""
+        name = job["metadata"]["name"]
+        found = api.get(f"jobs/{name}")
+        labels, end = found["metadata"].get("labels", {}), end_of(found)
+        is_deleted = "deletionTimestamp" in found["metadata"]
+        is_same = _container_of(found).get("command") == _container_of(job)["command"]
+        if not OWNER.items() <= labels.items() or not (is_same or is_deleted or end):
+            raise InputError(
+                f"launcher=kubernetes: Job {name} in namespace {api.namespace} has another command; type another "
+                f"run_id, or end it by `kubectl delete job {name}`"
+            )
+        if not is_deleted and (end is None or (is_same and end[0] == "Complete")):
+            if end is None:
+                print(f"Job {name} in namespace {api.namespace} exists already", flush=True)
+            return found
+        if not is_deleted:
+            api.delete(f"jobs/{name}")
+        wait_until_deleted(api, name, self.grace_s)
+        return self._create(api, job)
+
+    def _follow(self, api: Api, name: str) -> None:
+        """Return once the Job is complete; raise JobFailed for another end, and Preempted after Ctrl-C."""
+        followed = FollowedJob(api, name)
+        try:
+            with interruptible():
+                end = followed.wait()
+        except Stopped as stopped:
+            if str(stopped) != signal.SIGINT.name:
+                text = f"Job {name} continues; the same command follows it, `kubectl delete job {name}` ends it"
+                print(f"\n{text}", file=sys.stderr, flush=True)
+                raise SystemExit(INTERRUPTED) from None
+            print(f"\ndeleting Job {name}; a second Ctrl-C does not wait for it", file=sys.stderr, flush=True)
+            api.delete(f"jobs/{name}")
+            followed.wait()
+            raise Preempted(str(stopped)) from None
+        if end and end[0] == "Complete":
+            return
+        text = f"Job {name} has been deleted"
+        if end:
+            shown = f"kubectl logs --prefix --selector=batch.kubernetes.io/job-name={name}"
+            text = f"Job {name} has failed: {end[1]}; `{shown}` prints the output of its pods"
+        print(f"error: {text}", file=sys.stderr, flush=True)
+        found = re.search(r"exit code (\d+)", end[1] if end else "")
+        raise JobFailed(text, 2 if found and found[1] == "2" else 1)
+
+    def _arguments(self, request: Request, run_id: str) -> list[str]:
+        """Return the arguments of the run in the pods, where each start resumes it."""
+        given = request.queued_overrides or request.command.overrides
+        kept = [text for text in given if re.split("[.=@]", text.lstrip("+~"))[0] not in ("launcher", "run_id")]
+        task = locate(request.config.task["_target_"])
+        own = [f"run_id={run_id}"] if task.trains and not task.reads_run else []
+        # A custom directory within the working directory is at the same place in that of the image.
+        here = Path.cwd()
+        paths = [Path(text) for text in request.command.config_dirs]
+        dirs = [str(path.relative_to(here) if path.is_relative_to(here) else path) for path in paths]
+        return [*(f"--config-dir={path}" for path in dirs), *kept, *own]
+
+    def _render(self, run_id: str, arguments: Sequence[str]) -> Object:
+        name = re.sub("[^a-z0-9]+", "-", run_id.lower()).strip("-")
+        if len(f"{name}-{self._num_pods - 1}") > MAX_NAME:
+            raise InputError(
+                f"run_id={run_id} is too long for the names of pods; type at most {MAX_NAME - 4} characters"
+            )
+        options = {"max_restarts": self.max_restarts, "join_timeout_s": f"{self.join_timeout_s:g}"}
+        command = command_of(name, self.python, self.nodes, self.nproc_per_node, options, arguments)
+        requests = {"cpu": self.cpus_per_node, "memory": self.memory_per_node}
+        limits = {"nvidia.com/gpu": self.gpus_per_node}
+        container = {
+            "image": self.image,
+            "command": command,
+            "env": [{"name": key, "value": str(value)} for key, value in (self.env or {}).items()],
+            "envFrom": [{"secretRef": {"name": secret}} for secret in self.secrets],
+            "resources": {"requests": _given(requests), "limits": _given(limits)},
+        }
+        optional = {"nodeSelector": self.node_selector, "serviceAccountName": self.service_account}
+        pod = render_pod(container, self.volumes or {}, self.grace_s) | _given(optional)
+        pod["containers"] = [merged(pod["containers"][0], self.container or {})]
+        pod = merged(pod | {"tolerations": [*self.tolerations]}, self.pod or {})
+        labels = _given(self.labels or {})
+        return render_job(name, self._num_pods, self.world_size is None, self.max_restarts, labels, pod)
+
+
+def _check_outputs(outputs: str, job: Object) -> None:
+    """Raise InputError unless `outputs` is in a volume: a pod that is started again has new files elsewhere."""
+    mounts = _container_of(job)["volumeMounts"]
+    if not any(Path(outputs).is_relative_to(mount["mountPath"]) for mount in mounts):
+        raise InputError(
+            f"outputs={outputs} must be in a volume of the pods, which outlives them; add outputs=/runs "
+            "'launcher.volumes={CLAIM:/runs}'"
+        )
+
+
+def _container_of(job: Object) -> Object:
+    container: Object = job["spec"]["template"]["spec"]["containers"][0]
+    return container
+
+
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that are set, as Kubernetes' text or mappings."""
+    return {key: value if isinstance(value, Mapping) else str(value) for key, value in values.items() if value}
