@@ -29,7 +29,7 @@ class Cell:
     world_size: int
     reason: str = ""  # why the mode cannot be planned; `ranks` is then empty
     is_refused: bool = False  # a run would be refused for the same reason
-    ranks: list[RankPlan] = field(default_factory=list)  # the distinct ones, without their events
+    ranks: list[RankPlan] = field(default_factory=list)  # the distinct ones
     round_steps: int = 1  # of the mode: see runner.training.mode.Parallel
     limit: float = math.inf  # the memory of a rank, in bytes
     step_s: float = 0.0
@@ -96,15 +96,18 @@ def plan_cell(
     mode: str,
     world_size: int,
     limit: float,
-    costs: Costs,
+    on_gpu: bool,
     forwards: Forwards | None = None,
 ) -> Cell:
-    """Plan a mode. If it cannot be planned, return a cell with the reason. forwards: those of other cells."""
+    """Plan a mode, without times. If it cannot be planned, return a cell with the reason.
+
+    on_gpu: the ranks compute on GPUs. forwards: those of other cells, which are not repeated.
+    """
     forwards = forwards or Forwards()
     cell = Cell(mode, world_size, limit=limit)
     try:
         cell.round_steps = make_parallel(composed.config.parallel, composed.choices).round_steps
-        ranks = _plan_ranks(composed, data, world_size, costs, forwards)
+        cell.ranks = _plan_ranks(composed, data, world_size, on_gpu, forwards)
     except Exception as error:  # raised by the model, or by torch for tensors without values
         cause = _find_value_error(error)
         if cause is None and isinstance(error, InputError):
@@ -118,23 +121,27 @@ def plan_cell(
                 f"task=compare or parallel=auto: {cell.reason}"
             )
             with suppress(Exception):  # not every mode supports another objective, and the constructor may read values
-                ranks = _plan_ranks(without_forward(composed), data, world_size, costs, forwards)
+                ranks = _plan_ranks(without_forward(composed), data, world_size, on_gpu, forwards)
                 least = max(rank.peak for rank in ranks) / GIB
                 cell.reason += f"; without activations, a rank needs {least:.3g} GiB"
-        return cell
-    cell.ranks = [replace(rank, events=()) for rank in ranks]
-    round_s, cell.bubble = simulate(_with_other_stages(ranks, ranks[0].axes), costs)
-    cell.step_s = costs.step_s + round_s / cell.round_steps
-    cell.samples_per_s = ranks[0].num_samples / cell.step_s
     return cell
 
 
+def add_times(cell: Cell, costs: Costs) -> None:
+    """Simulate the step of a planned cell, and remove the events of its ranks."""
+    first = cell.ranks[0]
+    round_s, cell.bubble = simulate(_with_other_stages(cell.ranks, first.axes), costs)
+    cell.step_s = costs.step_s + round_s / cell.round_steps
+    cell.samples_per_s = first.num_samples / cell.step_s
+    cell.ranks = [replace(rank, events=()) for rank in cell.ranks]
+
+
 def _plan_ranks(
-    composed: ModeConfig, data: tuple[Source, Source], world_size: int, costs: Costs, forwards: Forwards
+    composed: ModeConfig, data: tuple[Source, Source], world_size: int, on_gpu: bool, forwards: Forwards
 ) -> list[RankPlan]:
-    first = plan_rank(composed, data, 0, world_size, costs.on_gpu, forwards)
+    first = plan_rank(composed, data, 0, world_size, on_gpu, forwards)
     others = [rank for rank in distinct_ranks(first.axes, world_size) if rank > 0]
-    return [first, *(plan_rank(composed, data, rank, world_size, costs.on_gpu, forwards) for rank in others)]
+    return [first, *(plan_rank(composed, data, rank, world_size, on_gpu, forwards) for rank in others)]
 
 
 def _find_value_error(error: BaseException | None) -> BaseException | None:

@@ -135,10 +135,6 @@ class Costs:
         self._drawn: dict[torch.dtype, torch.Tensor] = {}
 
     @property
-    def on_gpu(self) -> bool:
-        return not self._device.is_measured
-
-    @property
     def step_s(self) -> float:
         return self._device.step_s * self._contention
 

@@ -1,9 +1,11 @@
 """The plans of several modes, each with the configuration that the command would have in that mode."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from functools import partial
 from multiprocessing import get_context
+from pickle import PicklingError
 
 import torch
 
@@ -15,7 +17,7 @@ from runner.distributed.world import World
 from runner.errors import InputError
 from runner.input.datasets import load_data
 from runner.input.source import Source
-from runner.planning.cell import Cell, plan_cell
+from runner.planning.cell import Cell, add_times, plan_cell
 from runner.planning.costs import Costs, Device
 from runner.planning.forwards import Forwards
 from runner.planning.imagined_rank import ModeConfig
@@ -46,13 +48,12 @@ def plan_modes(
 ) -> list[Cell]:
     """Plan each mode at each world size. A refused mode results in cells with the reason.
 
-    limits: the memory of a rank in bytes, by world size. num_processes: the number of processes that plan. Only one
-    measures operators, because others would slow it down.
+    limits: the memory of a rank in bytes, by world size. num_processes: the number of processes that plan. This process
+    measures the operators once the others have ended, because they would slow it down.
     """
-    costs = dict[int, Costs]()
     data: list[tuple[Source, Source]] = []
     plans: list[Callable[[], Cell]] = []
-    forwards = Forwards()
+    forwards, costs = Forwards(), dict[int, Costs]()
     for mode, composed in modes.items():
         try:
             if isinstance(composed, InputError):
@@ -64,14 +65,28 @@ def plan_modes(
             plans += [partial(Cell, mode, size, error.messages[0], is_refused=True) for size in limits]
             continue
         plans += [
-            partial(plan_cell, composed, data[0], mode, size, limit, costs[size], forwards)
+            partial(plan_cell, composed, data[0], mode, size, limit, not device.is_measured, forwards)
             for size, limit in limits.items()
         ]
-    if num_processes == 1 or device.is_measured:
-        return [plan() for plan in plans]
-    _plans[:] = plans
-    with ProcessPoolExecutor(min(num_processes, len(plans)), get_context("fork"), _begin_worker) as pool:
-        return [*pool.map(_plan, range(len(plans)))]
+    cells = list[Cell]()
+    for cell in _plan_all(plans, num_processes):
+        if cell.ranks:
+            add_times(cell, costs[cell.world_size])
+        cells.append(cell)
+    return cells
+
+
+def _plan_all(plans: list[Callable[[], Cell]], num_processes: int) -> Iterable[Cell]:
+    if num_processes > 1:
+        _plans[:] = plans
+        # A worker may exit because the memory is exhausted, and an operator may exist only in the worker that loaded it
+        # or have arguments that cannot be sent.
+        with (
+            suppress(RuntimeError, AttributeError, TypeError, PicklingError),
+            ProcessPoolExecutor(min(num_processes, len(plans)), get_context("fork"), _begin_worker) as pool,
+        ):
+            return [*pool.map(_plan, range(len(plans)))]
+    return (plan() for plan in plans)
 
 
 _plans: list[Callable[[], Cell]] = []  # inherited by the forked workers, because a dataset may not be picklable

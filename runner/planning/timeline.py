@@ -45,6 +45,11 @@ class Operator:
     outputs: tuple[Any, ...]  # a Shape for each tensor
     structure: TreeSpec = field(compare=False, repr=False)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Name the function, because torch cannot pickle it."""
+        name, overload = self.function._schema.name, self.function._overloadname
+        return _named_operator, (name, overload, self.leaves, self.outputs, self.structure)
+
     @property
     def shapes(self) -> list[Shape]:
         """The shapes of the arguments and of the results."""
@@ -55,6 +60,11 @@ class Operator:
         leaves = [make(leaf) if isinstance(leaf, Shape) else leaf for leaf in self.leaves]
         args, kwargs = tree_unflatten(leaves, self.structure)
         return args, kwargs
+
+
+def _named_operator(name: str, overload: str, *fields: Any) -> Operator:
+    namespace, _, name = name.partition("::")
+    return Operator(getattr(getattr(getattr(torch.ops, namespace), name), overload), *fields)
 
 
 @dataclass(frozen=True)
@@ -113,6 +123,8 @@ def _shape(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         stride = tuple(leaf.stride()) if leaf.layout is torch.strided else tuple(1 for _ in leaf.shape)
         return Shape(tuple(leaf.shape), stride, leaf.dtype)
+    if isinstance(leaf, torch.ScriptObject):  # for example the handle of a range in a profile; it cannot be pickled
+        return type(leaf).__name__
     try:
         hash(leaf)
     except TypeError:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -24,7 +25,9 @@ from runner.input.datasets import load_data
 from runner.input.source import Source
 from runner.paths import CONF
 from runner.planning import forwards as forwards_module
-from runner.planning.cell import Cell, distinct_ranks, plan_cell
+from runner.planning import modes as modes_module
+from runner.planning import timeline
+from runner.planning.cell import Cell, add_times, distinct_ranks, plan_cell
 from runner.planning.costs import Costs, load_device, with_measured_link
 from runner.planning.forwards import Forwards
 from runner.planning.imagined_rank import ModeConfig, RankPlan, plan_rank, without_forward
@@ -348,7 +351,8 @@ def test_stages_that_are_not_planned_take_part_in_the_step(tmp_path: Path) -> No
     config, request = worlds.configure(*overrides, "parallel.stages=6")
     data = load_data(config, request.command.choices, worlds.unconnected())
     composed = ModeConfig(config, request.command.choices)
-    cell = plan_cell(composed, data, "pipeline", 6, 1e9, Costs(load_device("h100", [CONF]), 6))
+    cell = plan_cell(composed, data, "pipeline", 6, 1e9, on_gpu=True)
+    add_times(cell, Costs(load_device("h100", [CONF]), 6))
     assert [rank.rank for rank in cell.ranks] == [0, 1, 3, 5]
     assert 0.3 < cell.bubble < 0.8  # of equal stages it is 5/9
 
@@ -446,12 +450,39 @@ def test_a_mode_that_the_command_line_refuses_is_a_cell_with_the_reason() -> Non
     assert all(cell.is_refused and not cell.ranks for cell in cells)
 
 
+def unknown(*fields: Any) -> Any:
+    raise AttributeError("no such operator in this process")
+
+
+@pytest.mark.parametrize("problem", [None, "operator", "memory"])
+def test_two_processes_plan_what_one_plans(problem: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a worker exits, or sends an operator that this process does not know, this process plans again."""
+    modes = {mode: composed_with(*WITH_BATCH_NORM, f"parallel={mode}")[0] for mode in ("ddp", "fsdp", "none")}
+    arguments = modes, {1: 1e9, 64: 1e6}, load_device("this", [CONF])
+    expected = plan_modes(*arguments)
+    own: list[str] = []  # the modes that this process plans
+    monkeypatch.setattr(modes_module, "plan_cell", lambda *args: (own.append(args[2]), plan_cell(*args))[1])
+    if problem == "operator":
+        monkeypatch.setattr(timeline, "_named_operator", unknown)
+    elif problem == "memory":
+        monkeypatch.setattr(modes_module, "_begin_worker", lambda: os._exit(1))
+    cells = plan_modes(*arguments, num_processes=2)
+    assert len(own) == (len(cells) if problem else 0)
+
+    def without_times(cell: Cell) -> Cell:
+        return replace(cell, step_s=0, bubble=0, samples_per_s=0)
+
+    assert [*map(without_times, cells)] == [*map(without_times, expected)]
+    assert [cell.step_s > 0 for cell in cells] == [cell.step_s > 0 for cell in expected] == 5 * [True] + [False]
+
+
 def test_a_step_has_no_more_samples_than_the_data() -> None:
     few = ("model=mlp", "data=random", "data.num_train=6", "batch_size=16", "parallel=allreduce")
     config, request = worlds.configure(*few)
     data = load_data(config, request.command.choices, worlds.unconnected())
     composed = ModeConfig(config, request.command.choices)
-    cell = plan_cell(composed, data, "allreduce", 5, 1e9, Costs(load_device("h100", [CONF]), 5))
+    cell = plan_cell(composed, data, "allreduce", 5, 1e9, on_gpu=True)
+    add_times(cell, Costs(load_device("h100", [CONF]), 5))
     assert [(rank.rank, rank.rows) for rank in cell.ranks] == [(0, 2)]
     assert cell.ranks[0].num_samples == 6 and cell.samples_per_s == 6 / cell.step_s
 
