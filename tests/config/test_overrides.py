@@ -93,6 +93,7 @@ def test_unknown_options_suggest_the_nearest(loader: ConfigLoader):
         "model=null": ": no such model; choose among: convnet, toy",
         "model=[toy,toi]": ": no such model; did you mean toy? (convnet, toy)",
         "model=spawn": ": no such model; did you mean launcher=spawn?",
+        "experiment=null": ": a group cannot be null; type ~experiment",
         "+extra=null": ": no such extra; did you mean none? (none, one, two)",
         "modle@inner=toy": ": no such key; did you mean model?",
     }
@@ -167,7 +168,17 @@ def test_directories_of_hydra_cannot_be_set():
     assert refuse_overrides([*right, *wrong]) == [line + rule for line in wrong]
 
 
-def test_a_top_level_key_that_does_not_exist_is_refused_after_one_composition(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("epochz=3", "no such key; did you mean epochs?"),
+        ("optimizer.lrr=0.1", "no such key; did you mean optimizer.lr?"),
+        ("checkpoint.kep=3", "no such key; did you mean checkpoint.keep?"),
+    ],
+)
+def test_a_key_that_does_not_exist_is_refused_after_one_composition(
+    wrong: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     composed = list[str | None]()
     load = ConfigLoaderImpl.load_configuration
     monkeypatch.setattr(
@@ -179,6 +190,6 @@ def test_a_top_level_key_that_does_not_exist_is_refused_after_one_composition(mo
         )[1],
     )
     with composition.prepared_hydra([]), pytest.raises(InputError) as raised:
-        composition.compose(["experiment=digits", "epochz=3", "batch_size=3"])
-    assert raised.value.messages == ["epochz=3: no such key; did you mean epochs?"]
+        composition.compose(["experiment=digits", wrong, "batch_size=3"])
+    assert raised.value.messages == [f"{wrong}: {message}"]
     assert composed == ["config"]

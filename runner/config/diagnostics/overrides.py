@@ -3,6 +3,7 @@
 import contextlib
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
@@ -16,8 +17,9 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 from runner.config.custom_dirs import searched_dirs
 from runner.config.diagnostics.keys import key_of, key_problem, near_key, one_line, within
 from runner.config.diagnostics.option_files import ignored_file
-from runner.config.schema import GROUPS, KEYS, NAMED_GROUPS
+from runner.config.schema import GROUPS, KEYS, NAMED_GROUPS, SECTIONS
 from runner.errors import did_you_mean
+from runner.paths import CONF
 
 _DIRECTORIES = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.job.chdir", "hydra.output_subdir")
 _SEARCH_PATH = "hydra.searchpath="
@@ -37,18 +39,31 @@ def explain(error: Exception, overrides: Sequence[str], config_loader: ConfigLoa
 
 
 def explain_keys(overrides: Sequence[str], config_loader: ConfigLoader) -> list[str]:
-    """Return a line for every wrong override if one of them sets a top-level key that does not exist; else nothing.
+    """Return a line for every wrong override if one of them sets a key that probably does not exist; else nothing.
 
     It saves the composition by Hydra, which would fail and takes as long as the composition for the messages.
     """
     roots = {key_of(line).partition(".")[0] for line in overrides} - {*KEYS, "hydra"}
-    if not roots:
-        return []
-    with contextlib.suppress(Exception):  # the search path or the default configuration is invalid
+    with contextlib.suppress(Exception):  # the search path, a file or the default configuration is invalid
+        is_nested = any(map(_is_unknown, overrides))
+        if not roots and not is_nested:
+            return []
         explanation = _Explanation(overrides, config_loader)
-        if not all("/" in root or explanation.options_of(root) for root in roots):
+        if is_nested or not all("/" in root or explanation.options_of(root) for root in roots):
             return explanation.messages()
     return []
+
+
+def _is_unknown(line: str) -> bool:
+    """Return True if the override sets a key of a section or a group whose name is not in the schema or any option."""
+    section, _, rest = key_of(line).partition(".")
+    name = rest.rpartition(".")[2]
+    if not name or line.startswith(("+", "~")):
+        return False
+    if section in SECTIONS:
+        return name not in vars(SECTIONS[section]())
+    files = [file for each in (*searched_dirs(), str(CONF)) for file in Path(each, section).rglob("*.yaml")]
+    return bool(files) and not any(name in file.read_text(errors="replace") for file in files)
 
 
 def refuse_overrides(overrides: Sequence[str]) -> list[str]:
@@ -140,6 +155,8 @@ class _Explanation:
             directory, _, option = f"{group}/{name}".removesuffix(".yaml").rpartition("/")
             if override.is_delete() or (isinstance(name, str) and option in self.options_of(directory)):
                 continue
+            if name is None and not override.is_add() and group not in (*GROUPS, *NAMED_GROUPS, *_HYDRA_GROUPS):
+                return f"a group cannot be null; type ~{group}"  # an optional group, such as experiment
             options = self.options_of(group)
             what = f"no such {group.rpartition('/')[2]}"
             if ignored := ignored_file(searched_dirs(), f"{directory}/{option}"):
