@@ -18,7 +18,8 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
 sys.excepthook = _report
 begin_imports()  # each rank calls `tune_process`, which ends the imports
 
-import torch._dynamo  # noqa: E402, F401
+import torch._dynamo  # noqa: E402
+import torch.distributed.checkpoint.state_dict  # noqa: E402, F401
 
 import runner.launchers.spawn  # noqa: E402
 import runner.launchers.torchrun  # noqa: E402, F401

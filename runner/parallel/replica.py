@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from runner.checkpoints.extra_state import copy_extra_state, extra_state, load_extra_state, with_extra_state
@@ -203,6 +202,9 @@ class Replica:
 
     def _model_tensors(self) -> dict[str, torch.Tensor]:
         """Return the parameters and buffers by full names, sharded as they are, without extra states."""
+        # Its import takes 0.15 s, and the first step of a run does not need it.
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
         self._after_write()  # get_model_state_dict must find shards, not gathered parameters
         return without_extra_state(get_model_state_dict(self.module))
 
