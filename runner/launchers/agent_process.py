@@ -16,6 +16,12 @@ COMMAND = (sys.executable, "-m", "runner.launchers.agent")
 HEARTBEAT_S = 5.0
 
 
+def input_of(assignment: Assignment) -> bytes:
+    """Return the beginning of the standard input of an agent."""
+    content = pickle.dumps(assignment)
+    return len(content).to_bytes(SIZE_BYTES, "big") + content
+
+
 class AgentProcess:
     """A started agent. It ends at the end of its input, which is when this process closes it or dies.
 
@@ -33,8 +39,7 @@ class AgentProcess:
             start_new_session=True,  # only the starter receives Ctrl-C, and it can kill the agent's whole group
         )
         self._is_closed = threading.Event()
-        content = pickle.dumps(assignment)
-        self._write(len(content).to_bytes(SIZE_BYTES, "big") + content)
+        self._write(input_of(assignment))
         if assignment.silence_s is not None:
             threading.Thread(target=self._beat, daemon=True, name="heartbeat").start()
 

@@ -1,5 +1,7 @@
 """launcher=env: the ranks exist already, or the world is one process."""
 
+from typing import Any
+
 from runner.config.request import Request
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
@@ -28,3 +30,11 @@ def check_options(join_timeout_s: float, max_restarts: int = 0, **counts: int | 
     for key, value in counts.items():
         if value is not None and value < 1:
             raise ValueError(f"launcher.{key}={value} must be at least 1")
+
+
+def parse_nodes(nodes: Any, key: str = "launcher.nodes") -> tuple[int, int]:
+    """Return the minimum and maximum number of nodes. Raise ValueError. key: for messages."""
+    first, _, last = str(nodes).partition(":")
+    if not first.isdigit() or not (last or first).isdigit() or not 1 <= int(first) <= int(last or first):
+        raise ValueError(f"{key}={nodes} must be a number of at least 1, or MIN:MAX, as 2 or 1:4")
+    return int(first), int(last or first)

@@ -42,6 +42,21 @@ def find_facts(shared: Path) -> HostFacts:
     )
 
 
+def read_facts(status: int, output: str, errors: str) -> HostFacts | str:
+    """Return the facts that this module has printed on a machine, or why there are none."""
+    if status:
+        return _last_line(errors)
+    try:
+        return HostFacts(**json.loads(_last_line(output)))
+    except (TypeError, ValueError):  # another version of the runner, or a message of a login script
+        return f"unexpected answer: {_last_line(output)}"
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "no response"
+
+
 def _hash_code() -> str:
     found = hashlib.sha256()
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):

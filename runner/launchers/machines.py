@@ -52,6 +52,9 @@ class Machines(ABC):
     silence_s: ClassVar[float | None] = None
     save_s: ClassVar[float] = 0.0
 
+    def reserve(self) -> None:  # noqa: B027
+        """Reserve the machines, if a scheduler assigns them. Called before the other methods. Raises InputError."""
+
     @abstractmethod
     def find_facts(self, number: int, shared: str) -> HostFacts | str:
         """Return what runner.launchers.host_facts finds there for the file `shared`, or why there is no answer."""
@@ -69,6 +72,7 @@ def check_machines(machines: Machines, outputs: Path) -> list[HostFacts]:
     """Return the facts of the machines. Raise InputError, which names what is wrong on each of them."""
     existing = next(each for each in (outputs, *outputs.parents) if each.is_dir())
     with _until_stopped(), tempfile.NamedTemporaryFile(dir=existing, prefix=".shared-") as shared:
+        machines.reserve()
         own = find_facts(Path(shared.name))
         with ThreadPoolExecutor(len(machines.machines)) as pool:
             found = [*pool.map(lambda number: machines.find_facts(number, shared.name), range(len(machines.machines)))]

@@ -1,6 +1,5 @@
 """The machines on which agents run by the system's ssh: how they are named and reached."""
 
-import json
 import os
 import shlex
 import shutil
@@ -12,7 +11,7 @@ from typing import IO, Any
 from runner.errors import InputError
 from runner.launchers.agent import Assignment
 from runner.launchers.agent_process import AgentProcess
-from runner.launchers.host_facts import HostFacts
+from runner.launchers.host_facts import HostFacts, read_facts
 from runner.launchers.machines import Machine, Machines
 
 # ssh ends with LOST if it cannot connect, or after a while without a response to what it sends every ALIVE_S seconds.
@@ -63,12 +62,7 @@ class SshHosts(Machines):
             )
         except subprocess.TimeoutExpired:
             return f"no response within {ANSWER_S:g} s"
-        if done.returncode:
-            return _last_line(done.stderr)
-        try:
-            return HostFacts(**json.loads(_last_line(done.stdout)))
-        except (TypeError, ValueError):  # another version of the runner, or a message of a login script
-            return f"unexpected answer: {_last_line(done.stdout)}"
+        return read_facts(done.returncode, done.stdout, done.stderr)
 
     def start(
         self, number: int, assignment: Assignment, output: IO[bytes] | int, errors: IO[bytes] | int
@@ -90,11 +84,6 @@ class SshHosts(Machines):
         script = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"
         # ssh uses the first one of equal options, so that those of the user precede.
         return ["ssh", "-T", *self._options, *options, "--", self.machines[number].name, script]
-
-
-def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "no response"
 
 
 def _parse(key: str, text: str, num: int) -> Machine:

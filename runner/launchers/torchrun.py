@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -24,7 +24,7 @@ from runner.distributed.network import address_towards, is_loopback
 from runner.errors import InputError, JobFailed, print_messages
 from runner.launchers.contract import Launcher
 from runner.launchers.elastic import Ranks, recording_directory, run_worlds
-from runner.launchers.env import check_options
+from runner.launchers.env import check_options, parse_nodes
 from runner.launchers.node_rendezvous import Nodes, OneMachine
 from runner.launchers.rank_process import forwarding_signals, run_rank, start_fork_server
 from runner.records.run_directory import Destination
@@ -60,7 +60,7 @@ class Torchrun(Launcher):
         if isinstance(nproc_per_node, str):
             nproc_per_node = _count_processes(nproc_per_node)
         check_options(join_timeout_s, max_restarts, nproc_per_node=nproc_per_node)
-        self.min_nodes, self.max_nodes = _bounds(nodes)
+        self.min_nodes, self.max_nodes = parse_nodes(nodes)
         self.endpoint_key = "launcher.rdzv_endpoint" if rdzv_endpoint else "launcher.master_addr"
         if self.max_nodes == 1 and rdzv_endpoint:
             raise ValueError(f"launcher.rdzv_endpoint={rdzv_endpoint} needs several nodes; add launcher.nodes")
@@ -183,10 +183,3 @@ def _count_processes(nproc_per_node: int | str) -> int:
         return int(determine_local_world_size(str(nproc_per_node)))
     except ValueError as error:
         raise ValueError(f"launcher.nproc_per_node={nproc_per_node}: {error}; try a number, or auto") from None
-
-
-def _bounds(nodes: Any) -> tuple[int, int]:
-    first, _, last = str(nodes).partition(":")
-    if not first.isdigit() or not (last or first).isdigit() or not 1 <= int(first) <= int(last or first):
-        raise ValueError(f"launcher.nodes={nodes} must be a number of at least 1, or MIN:MAX, as 2 or 1:4")
-    return int(first), int(last or first)

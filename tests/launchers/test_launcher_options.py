@@ -18,6 +18,7 @@ from runner.errors import InputError, JobFailed
 from runner.launchers import torchrun
 from runner.launchers.kubernetes.launcher import Kubernetes
 from runner.launchers.launch import launch, make_launcher
+from runner.launchers.ray.launcher import Ray
 from runner.launchers.slurm.launcher import Slurm
 from runner.launchers.spawn import Spawn
 from runner.launchers.ssh import Ssh
@@ -61,6 +62,12 @@ def test_a_launcher_inside_a_world_is_refused(kind: type) -> None:
         (Ssh, {"hosts": ["a", "b"], "min_nodes": 1}, "launcher.min_nodes=1 needs launcher.max_restarts"),
         (Ssh, {"hosts": ["a", "b"], "rdzv_endpoint": "a"}, "launcher.rdzv_endpoint=a must be HOST:PORT"),
         (Ssh, {"hosts": ["a"], "min_nodes": 2}, "launcher.min_nodes=2 must be from 1 to 1"),
+        (Ray, {"address": "head"}, "launcher.address=head must be auto, local, or HOST:PORT"),
+        (Ray, {"address": "local", "nodes": 2}, "launcher.address=local is this machine, but launcher.nodes=2"),
+        (Ray, {"nodes": "1:2"}, "launcher.nodes=1:2 needs launcher.max_restarts"),
+        (Ray, {"nodes": 0}, "launcher.nodes=0 must be a number of at least 1, or MIN:MAX"),
+        (Ray, {"cpus_per_node": 0}, "launcher.cpus_per_node=0 must be at least 1"),
+        (Ray, {"gpus_per_node": 1}, "launcher.nproc_per_node=2 needs a GPU each, but launcher.gpus_per_node=1"),
         (Kubernetes, {}, "launcher.image=null must name a container image with the runner"),
         (Kubernetes, {"image": "a", "nodes": "2:1"}, "launcher.nodes=2:1 must be a number of at least 1, or MIN:MAX"),
         (Kubernetes, {"image": "a", "gpus_per_node": 1}, "launcher.nproc_per_node=2 needs a GPU each"),

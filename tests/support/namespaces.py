@@ -1,11 +1,13 @@
 """Hosts on one machine: network namespaces, each with its address and name, connected by a bridge."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import uuid
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,16 +75,25 @@ class Hosts:
         command = [*self._inside(host), "/usr/sbin/sshd", "-D", "-e", "-f", "/dev/null", *words]
         process = commands.start_as(command, env=marks)
         commands.marks[process.pid] = marks[MARK]
-        wait_until(lambda: self._accepts_ssh(host), process)
+        wait_until(lambda: self.accepts(host, 22), process)
         return process
 
-    def _accepts_ssh(self, host: int) -> bool:
-        listing = ["ip", "netns", "exec", self._name(host), "cat", "/proc/net/tcp"]
-        return ":0016 00000000:0000 0A" in subprocess.run(listing, capture_output=True, text=True, check=True).stdout
+    def accepts(self, host: int, port: int) -> bool:
+        """Return True if a process listens on this port of the host."""
+        tables = ("/proc/net/tcp", "/proc/net/tcp6")
+        listing = ["ip", "netns", "exec", self._name(host), "cat", *tables]
+        found = subprocess.run(listing, capture_output=True, text=True, check=True).stdout
+        return re.search(rf":{port:04X} 0+:0000 0A", found) is not None
+
+    def python(
+        self, commands: Commands, host: int, *args: str, env: Mapping[str, str] | None = None
+    ) -> "subprocess.Popen[str]":
+        """Start `python ARGUMENTS` on the host, which cannot resolve other hosts' names."""
+        return commands.start_as([*self._inside(host), sys.executable, *args], env)
 
     def runner(self, commands: Commands, host: int, *args: str) -> "subprocess.Popen[str]":
-        """Start `python -m runner ARGUMENTS` on the host, which cannot resolve other hosts' names."""
-        return commands.start_as([*self._inside(host), sys.executable, "-m", "runner", *args])
+        """Start `python -m runner ARGUMENTS` on the host."""
+        return self.python(commands, host, "-m", "runner", *args)
 
     def _inside(self, host: int) -> tuple[str, ...]:
         script = f'hostname host{host}; exec "$@"'

@@ -1,0 +1,125 @@
+"""The connection to a Ray cluster, and the reservation of its nodes."""
+
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from runner.errors import InputError, print_messages
+
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
+
+CONNECT_S = 5.0
+PLACE_S = 5.0  # for Ray to reserve nodes that are free
+POLL_S = 1.0
+REPORT_S = 60.0  # between two messages about what the command waits for
+MAX_LISTED = 8
+
+Resources = Mapping[str, float]
+
+
+def connect(key: str, address: str) -> bool:
+    """Connect to the cluster. Return False if this process is connected already. Raise InputError if it fails.
+
+    key: that of the address, for messages.
+    """
+    import ray
+
+    if ray.is_initialized():
+        return False
+    target = (os.environ.get("RAY_ADDRESS") if address == "auto" else None) or address
+    where = f"{key}={address}" + (f" (RAY_ADDRESS={target})" if target != address else "")
+    if is_endpoint(target):  # Ray tries for more than a minute, and ends this process then
+        host, _, port = target.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+        except OSError as error:
+            raise InputError(f"{where}: no Ray cluster responds there ({error})") from None
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        options: dict[str, Any] = {"include_dashboard": False} if target == "local" else {}
+        ray.init(target, log_to_driver=False, logging_level=logging.CRITICAL, **options)
+    except (Exception, SystemExit) as error:
+        raise InputError(f"{where}: {first_line(error)}") from None
+    finally:
+        signal.signal(signal.SIGTERM, handler)  # Ray has replaced it
+    return True
+
+
+def reserve(
+    prefix: str, nodes: tuple[int, int], bundle: Resources, labels: Mapping[str, str], wait: bool
+) -> "PlacementGroup":
+    """Return a placement group with a bundle on each of as many nodes as are free, from `nodes`, a minimum and maximum.
+
+    prefix: of the keys of the options, for messages. wait: wait until the minimum is free, also if the cluster does not
+    have as many nodes yet. Raises InputError.
+    """
+    import ray
+    from ray.util import placement_group, remove_placement_group
+
+    least, most = nodes
+    asked = f"{prefix}.nodes={least}" + (f":{most}" if most > least else "") + f" with {_describe(bundle, bundle)}"
+    owned = [(each["NodeManagerHostname"], each["Resources"]) for each in ray.nodes() if each["Alive"]]
+    num_fitting = sum(_times(bundle, each) > 0 for _, each in owned)
+    if num_fitting < least and not wait:
+        listed = [f"{name}: {_describe(bundle, each)}" for name, each in sorted(owned, key=lambda pair: pair[0])]
+        more = f"; {len(listed) - MAX_LISTED} more" if len(listed) > MAX_LISTED else ""
+        raise InputError(
+            f"{asked} each: {num_fitting} nodes of the Ray cluster have that ({'; '.join(listed[:MAX_LISTED])}{more}); "
+            f"{prefix}.wait=true waits for more"
+        )
+    num = max(least, min(most, num_fitting, _times(bundle, ray.available_resources())))
+    while True:
+        selectors = [dict(labels)] * num if labels else None
+        group: PlacementGroup = placement_group(
+            [dict(bundle)] * num, strategy="STRICT_SPREAD", bundle_label_selector=selectors
+        )
+        try:
+            if group.wait(PLACE_S) or (num == least and wait and _wait(group, asked, bundle)):
+                return group
+        except BaseException:
+            remove_placement_group(group)
+            raise
+        remove_placement_group(group)
+        if num == least:
+            free = _describe(bundle, ray.available_resources())
+            raise InputError(f"{asked}: not free (in the whole cluster: {free}); {prefix}.wait=true waits for them")
+        num -= 1
+
+
+def _wait(group: "PlacementGroup", asked: str, bundle: Resources) -> bool:
+    """Wait until the group is placed, and print once a minute what it waits for. Return True."""
+    import ray
+
+    report_at = time.monotonic()
+    while not group.wait(POLL_S):
+        if time.monotonic() >= report_at:
+            report_at += REPORT_S
+            print_messages(
+                [f"waiting for {asked}; free in the whole cluster: {_describe(bundle, ray.available_resources())}"]
+            )
+    return True
+
+
+def _times(bundle: Resources, resources: Resources) -> int:
+    """Return how often the bundle fits into the resources."""
+    return int(min(resources.get(name, 0) // value for name, value in bundle.items()))
+
+
+def _describe(bundle: Resources, resources: Resources) -> str:
+    """Return the resources that the bundle has, too."""
+    return ", ".join(f"{name} {resources.get(name, 0):g}" for name in bundle)
+
+
+def is_endpoint(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    return bool(host) and port.isdigit() and "/" not in host
+
+
+def first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,181 @@
+"""Runs and sweeps on a Ray cluster: reservations, lost nodes, and what is left on the nodes."""
+
+import json
+import os
+import re
+import select
+import signal
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from subprocess import Popen
+from typing import Any
+
+import pytest
+from commands import Commands, newest_step, wait_until
+from custom_files import SLOW, SLOWLY, write_files
+from namespaces import why_not
+from ray_cluster import RayCluster
+from worlds import only_run, run
+
+from runner.records.attempts import read_attempts
+from runner.records.ledger import read_ledger
+
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra ray"),
+]
+
+TINY = ("model=mlp", "parallel=ddp", "threads=1", "logger=none", "backend=gloo", "epochs=1")
+LONG = (
+    "model=mlp", "parallel=ddp", "threads=1", "logger=none", "backend=gloo", "epochs=1000", *SLOWLY,
+    "backend.timeout_s=8", "checkpoint.every_steps=20",
+)  # fmt: skip
+
+
+class Cluster:
+    """A cluster of three nodes, and the commands of one test."""
+
+    def __init__(self, nodes: RayCluster, commands: Commands):
+        self.nodes, self.commands = nodes, commands
+
+    def start(self, *args: str, address: str | None = None) -> Popen[str]:
+        where = f"launcher.address={address or self.nodes.address}"
+        return self.nodes.runner(self.commands, "launcher=ray", where, *args)
+
+    def start_sweep(self, *args: str) -> Popen[str]:
+        address = f"hydra.launcher.address={self.nodes.address}"
+        return self.nodes.runner(self.commands, "-m", "hydra/launcher=ray", address, *args)
+
+    def wait_until_idle(self) -> None:
+        wait_until(lambda: not self.nodes.busy())
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
+    if reason := why_not():
+        pytest.skip(reason)
+    cluster = RayCluster(Commands(tmp_path_factory.mktemp("ray")), 3)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture
+def cluster(nodes: RayCluster, commands: Commands) -> Cluster:
+    nodes.restore()
+    return Cluster(nodes, commands)
+
+
+def test_two_nodes_produce_the_weights_of_one_machine(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
+    here = run(tmp_path / "here", 4, *TINY)
+    done = commands.finish(cluster.start(*TINY, "launcher.nodes=2", "launcher.wait=true"))
+    assert done.returncode == 0, done.stderr
+    assert "4 processes (ray)" in done.stdout and "finished: val/accuracy" in done.stdout
+    result = only_run(tmp_path).result
+    assert result["weights_sha256"] == here.result["weights_sha256"]
+    assert len(set(result["hosts"])) == 2 and "host1" not in result["hosts"]
+    cluster.wait_until_idle()
+
+
+@pytest.mark.fault("a Ray cluster that is too small, in use, or does not respond", outcome="refused")
+def test_what_the_cluster_lacks_is_refused(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
+    has = "host1: CPU 0; host2: CPU 2; host3: CPU 2; host4: CPU 2"
+    cases = {
+        ("launcher.nodes=4",): f"launcher.nodes=4 with CPU 2 each: 3 nodes of the Ray cluster have that ({has})",
+        ("launcher.gpus_per_node=2",): "launcher.nodes=1 with CPU 2, GPU 2 each: 0 nodes of the Ray cluster have that",
+        ("launcher.labels={zone:far}",): "launcher.nodes=1 with CPU 2: not free (in the whole cluster: CPU 6)",
+        ("model.hidden=0",): "model.hidden",
+    }
+    started = {cluster.start(*TINY, *args): message for args, message in cases.items()}
+    started[cluster.start(*TINY, address="10.213.7.1:1")] = (
+        "launcher.address=10.213.7.1:1: no Ray cluster responds there"
+    )
+    for process, message in started.items():
+        done = commands.finish(process)
+        assert done.returncode == 2, done.stdout + done.stderr
+        assert len(done.stderr.strip().splitlines()) <= 3
+        assert message in done.stderr, done.stderr
+    assert not (tmp_path / "outputs").exists() or not any((tmp_path / "outputs").rglob("result.json"))
+    cluster.wait_until_idle()
+
+
+def test_a_command_waits_for_nodes(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
+    process = cluster.start(*TINY, "launcher.nodes=4", "launcher.wait=true")
+    wait_until(lambda: bool(select.select([process.stderr], [], [], 0)[0]), process)
+    os.killpg(process.pid, signal.SIGINT)
+    done = commands.finish(process)
+    assert done.returncode == 143
+    assert done.stderr.startswith("waiting for launcher.nodes=4 with CPU 2; free in the whole cluster: CPU 6\n")
+    assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.fault("Ctrl-C of a run on nodes of Ray", outcome="survived")
+@pytest.mark.fault("kill -9 of a command whose run is on nodes of Ray", outcome="survived")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_the_ranks_save_and_end_with_the_command(
+    number: signal.Signals, cluster: Cluster, commands: Commands, tmp_path: Path
+) -> None:
+    write_files(tmp_path, SLOW)
+    process = cluster.start(*LONG, "max_steps=100000", "launcher.nodes=2", "launcher.nproc_per_node=1")
+    wait_until(lambda: newest_step(tmp_path) >= 20, process)
+    os.killpg(process.pid, number)
+    assert commands.finish(process).returncode == (143 if number == signal.SIGINT else -number)
+    cluster.wait_until_idle()
+    result = only_run(tmp_path).result
+    assert result["state"] == "preempted" and newest_step(tmp_path) == result["step"]
+
+
+@pytest.mark.fault("kill -9 of all processes of the Ray node of rank 0", outcome="survived")
+def test_a_lost_node_is_replaced(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
+    write_files(tmp_path, SLOW)
+    whole = run(tmp_path / "whole", 2, *[word for word in LONG if word not in SLOWLY], "max_steps=120")
+    two = ("launcher.nodes=2", "launcher.nproc_per_node=1", "launcher.max_restarts=2")
+    process = cluster.start(*LONG, *two, "max_steps=120")
+    wait_until(lambda: newest_step(tmp_path) >= 20, process)
+    host = int(only_run(tmp_path).result["hosts"][0].removeprefix("host"))
+    cluster.nodes.lose(host)
+    done = commands.finish(process)
+    assert done.returncode == 0, done.stderr
+    assert re.search(rf"^host{host} is lost: ", done.stderr, re.MULTILINE), done.stderr
+    found = only_run(tmp_path)
+    assert found.result["weights_sha256"] == whole.result["weights_sha256"]
+    assert f"host{host}" not in found.result["hosts"] and len([*read_attempts(found.path)]) > 1
+
+
+@pytest.mark.fault("kill -9 of all processes of a Ray node, and others are enough", outcome="went_on")
+def test_the_run_continues_on_the_nodes_that_are_left(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
+    write_files(tmp_path, SLOW)
+    options = ("launcher.nodes=1:2", "launcher.nproc_per_node=1", "launcher.max_restarts=2", "max_steps=200")
+    process = cluster.start(*LONG, *options)
+    wait_until(lambda: newest_step(tmp_path) >= 20, process)
+    cluster.nodes.lose(int(only_run(tmp_path).result["hosts"][0].removeprefix("host")))
+    done = commands.finish(process)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert only_run(tmp_path).result["world_size"] == 1
+
+
+@pytest.mark.fault("kill -9 of all processes of a Ray node on which a sweep runs", outcome="survived")
+def test_the_jobs_of_a_lost_node_run_on_the_others(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
+    write_files(tmp_path, SLOW)
+    words = [word for word in LONG if word != "parallel=ddp"]
+    whole = run(tmp_path / "whole", 1, *[word for word in words if word not in SLOWLY], "max_steps=40", "seed=1")
+    options = ("hydra.launcher.nodes=3", "hydra.launcher.slots=1", "max_steps=40", "run_id=grid", "seed=0,1,2,3,4,5")
+    process = cluster.start_sweep(*words, *options)
+    sweep = tmp_path / "outputs" / "run" / "grid"
+    lost = sweep / "1-seed-1"
+    wait_until(lambda: (lost / "checkpoints" / "step_20").exists(), process)
+    cluster.nodes.lose(int(result_of(lost)["hosts"][0].removeprefix("host")))
+    done = commands.finish(process)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " is lost: " in done.stdout and "6 of 6 jobs finished" in done.stdout
+    jobs = read_ledger(sweep)
+    assert [(job.state, job.num_starts) for job in jobs] == [("finished", 2 if job.number == 1 else 1) for job in jobs]
+    assert result_of(lost)["weights_sha256"] == whole.result["weights_sha256"]
+    cluster.wait_until_idle()
+
+
+def result_of(run: Path) -> dict[str, Any]:
+    return dict(json.loads((run / "result.json").read_text()))
