@@ -32,6 +32,7 @@ class Ssh(Launcher):
     join_timeout_s: float = 120.0
 
     starts_processes = True
+    uses_machines = True
 
     def __post_init__(self) -> None:
         check_options(self.join_timeout_s, self.max_restarts, nproc_per_node=self.nproc_per_node)

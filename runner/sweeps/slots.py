@@ -45,10 +45,6 @@ def check_jobs(machines: Sequence[SlotMachine], configs: Sequence[Config]) -> No
     for config in configs:
         if config.debug:
             raise InputError("debug=true needs a process with a terminal; remove it, or hydra/launcher=slots")
-        if config.launcher.get("hosts"):
-            raise InputError(
-                "launcher=ssh starts a job on several machines; for jobs on one machine each, type hydra/launcher=ssh"
-            )
         if (ranks := count_ranks(config.launcher)) > slots:
             raise InputError(
                 f"launcher.nproc_per_node={ranks}: a job needs a slot for each rank, but hydra.launcher.slots={slots}; "

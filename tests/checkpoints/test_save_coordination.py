@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from commands import wait_until
 from worlds import run
 
 from runner.checkpoints import layout, retention
@@ -123,6 +124,7 @@ def lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunDirecto
     directory = RunDirectory(tmp_path)
     directory.lock()
     (tmp_path / "holder-1.json").unlink()
+    wait_until(lambda: directory._lock is not None and directory._lock.is_lost())
     yield directory
     directory.release()
 

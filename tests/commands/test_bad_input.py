@@ -131,6 +131,8 @@ TABLE = {
     "-m seed=0,1 +hydra.sweeper.typo=1": "hydra.sweeper: ... unexpected keyword argument 'typo'",
     "sweep.stop_on_failure=true": "sweep.stop_on_failure=true needs a sweep; add -m",
     "-m seed=0,1 launcher=slurm parallel=ddp sweep.stop_on_failure=true": "a queue receives all jobs together",
+    "-m seed=0,1 hydra/launcher=slots launcher=ssh launcher.hosts=[a]": "launcher=ssh starts a job on several machines",
+    "-m seed=0,1 hydra/launcher=slots launcher=ray": "launcher=ray starts a job on several machines",
     "-m seed=0,1 hydra/launcher=ssh": "hydra.launcher.hosts=[] must name machines; type hydra.launcher.hosts=[node1",
     "-m seed=0,1 hydra/launcher=slots +hydra.launcher.machines=no.Such": "machines=no.Such: there is no module no",
     "-m seed=0,1 hydra/launcher=slots launcher=slurm": "hydra/launcher=slots starts jobs itself; use only",

@@ -60,10 +60,10 @@ def test_all_ranks_find_that_the_run_is_finished(commands: Commands, run: Path) 
 
 @pytest.mark.fault("kill -9 of a command that `run_id=` lets one repeat", outcome="survived")
 def test_a_killed_run_is_resumed_by_its_own_command(commands: Commands, run: Path) -> None:
-    words = (*SMALL, "max_steps=60", "checkpoint.every_steps=5")
+    words = (*SMALL, "epochs=1000", "max_steps=300", "checkpoint.every_steps=20")
     assert commands.forked(*words, "run_id=whole").returncode == 0
     process = commands.fork(*words, "run_id=first")
-    wait_until(lambda: (run / "checkpoints" / "step_10").exists(), process)
+    wait_until(lambda: any((run / "checkpoints").glob("step_[1-9]*0")), process)
     commands.kill(process)
     assert result(run)["state"] == "running"
     assert commands.forked(*words, "run_id=first").returncode == 0

@@ -33,6 +33,7 @@ class Ray(Launcher):
     join_timeout_s: float = 300.0
 
     starts_processes = True
+    uses_machines = True
 
     def __post_init__(self) -> None:
         check_options(self.join_timeout_s, self.max_restarts, nproc_per_node=self.nproc_per_node)
