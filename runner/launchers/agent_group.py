@@ -26,7 +26,7 @@ class _Node:
     ended_at: float = math.inf
     is_lost: bool = False
     num_losses: int = 0
-    retry_until: float | None = None  # while its machine is lost
+    lost_at: float | None = None  # while its machine is lost
 
 
 class AgentGroup:
@@ -36,6 +36,9 @@ class AgentGroup:
     and the exit status; None if the agent has ended by itself. The run continues without a lost machine if `min_nodes`
     are left; otherwise its agent is started again for `join_timeout_s` seconds, at most `max_restarts` times. If that
     fails, the others are stopped at once.
+
+    alone_s: seconds after a loss until the agent of the only machine is started again. Its ranks may still be running,
+    and own the lock of the run; among several machines, the next world takes the lock over.
     """
 
     def __init__(
@@ -46,10 +49,12 @@ class AgentGroup:
         min_nodes: int,
         max_restarts: int,
         join_timeout_s: float,
+        alone_s: float = 0.0,
     ):
-        self._start, self._why_lost = start, why_lost
+        self._names, self._start, self._why_lost = names, start, why_lost
         self._min_nodes, self._max_restarts, self._join_timeout_s = min_nodes, max_restarts, join_timeout_s
-        self._nodes = [_Node(name, start(number), time.monotonic()) for number, name in enumerate(names)]
+        self._wait_s = alone_s if len(names) == 1 else 0.0
+        self._nodes: list[_Node] = []
         self._stopped_at: float | None = None
         self.lost = ""  # why the run cannot continue
         self.signal: str | None = None  # the first one that this process has received
@@ -61,6 +66,8 @@ class AgentGroup:
         """
         with handling_signals():
             try:
+                for number, name in enumerate(self._names):
+                    self._nodes.append(_Node(name, self._start(number), time.monotonic()))
                 while any(node.status is None for node in self._nodes):
                     for number, node in enumerate(self._nodes):
                         self._watch(number, node)
@@ -79,28 +86,29 @@ class AgentGroup:
         return {number: status for _, number, status in sorted(ended) if status is not None}
 
     def _watch(self, number: int, node: _Node) -> None:
-        """Record the end of an agent. If its machine is lost, start it again, go on without it, or stop the others."""
+        """Record the end of an agent. If its machine is lost, start it again, leave it out, or stop the others."""
         status, now = node.agent.status, time.monotonic()
         if node.status is not None:
             return
         if status is None:
             if now - node.started_at > STEADY_S:
-                node.retry_until = None
+                node.lost_at = None
             return
         why = self._why_lost(number, status)
         if why is None or self._stopped_at is not None:
             node.status, node.is_lost, node.ended_at = status, why is not None, now
             return
-        if node.retry_until is None:  # it has just been lost
+        if node.lost_at is None:
             print(f"{node.name} is lost: {why}", file=sys.stderr, flush=True)
-            node.num_losses, node.retry_until = node.num_losses + 1, now + self._join_timeout_s
+            node.num_losses, node.lost_at = node.num_losses + 1, now
+        retry_at = node.lost_at + self._wait_s
         others = [other for other in self._nodes if other is not node and not other.is_lost]
         if len(others) >= self._min_nodes or any(other.status == 0 for other in others):  # or the run is finished
             node.status, node.is_lost = status, True
-        elif node.num_losses > self._max_restarts or now > node.retry_until:
+        elif node.num_losses > self._max_restarts or now > retry_at + self._join_timeout_s:
             node.status, node.is_lost, self.lost = status, True, f"{node.name} is lost: {why}"
             self._stop()
-        elif now - node.started_at > RETRY_S:
+        elif now > retry_at and now - node.started_at > RETRY_S:
             node.agent.close()
             node.agent, node.started_at = self._start(number), now
 

@@ -61,14 +61,17 @@ def run_on_machines(machines: Machines, world: AgentWorld, request: Request) -> 
         return machines.why_lost(number, status, logs[number].read_text(errors="replace"))
 
     names = [machine.name for machine in machines.machines]
-    group = AgentGroup(names, start, why_lost, world.min_nodes, world.max_restarts, world.join_timeout_s)
-    statuses = group.run(followed.print_new)
-    followed.print_new()
-    is_recorded = result_mtime_ns(path) != before
+    limits = (world.min_nodes, world.max_restarts, world.join_timeout_s)
+    group = AgentGroup(names, start, why_lost, *limits, alone_s=(machines.silence_s or 0.0) + machines.save_s)
     try:
+        statuses = group.run(followed.print_new)
+        followed.print_new()
+        is_recorded = result_mtime_ns(path) != before
         if group.signal is not None:
             raise Preempted(group.signal, str(path))
-        if group.lost and not (is_recorded and find_run(path).state in DONE):
+        if is_recorded and (run := find_run(path)).state in DONE:  # also if an agent came too late to take part
+            return run.metrics
+        if group.lost:
             text = group.lost + (f"; resume={path} continues the run" if (path / RESULT).exists() else "")
             print(f"error: {text}", file=sys.stderr, flush=True)
             raise JobFailed(text, directory=str(path))

@@ -122,7 +122,9 @@ class Torchrun(Launcher):
                 status = REPEAT if self.is_repeated else 1
             if isinstance(error, RendezvousConnectionError):
                 text = f"{where}, the rendezvous of the nodes, is lost: it does not respond"
-        if directory := destination.find():
+        if status == REPEAT:
+            text += "; repeat the command"
+        elif directory := destination.find():
             text += f"; start every node again with resume={directory}"
         print(text, file=sys.stderr, flush=True)
         raise JobFailed(text, status)

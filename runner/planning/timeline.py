@@ -11,7 +11,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from runner.distributed.traffic import CommunicationCounter
 
-# Asks a fake tensor for its device, several times for each operator. It is no work of a rank.
+# Returns the device of a fake tensor, several times for each operator. A real rank does not call it.
 DEVICE_QUERY = torch.ops.prim.device.default
 
 

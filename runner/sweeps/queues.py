@@ -36,17 +36,17 @@ def check_launchers(
         raise InputError(
             "launcher.nodes: each machine would create its own sweep; use torchrun --nnodes ... -m runner -m ..."
         )
-    if any(launcher.is_remote for launcher in launchers):
-        raise InputError(
-            f"launcher={jobs[0][1]['launcher']} starts single runs; for several, type a command for each, with "
-            "launcher.wait=false"
-        )
-    chosen = jobs[0][1]
-    if chosen["hydra/launcher"] != "basic" and any(launcher.uses_machines for launcher in launchers):
-        raise InputError(
-            f"launcher={chosen['launcher']} starts a job on several machines; with hydra/launcher="
-            f"{chosen['hydra/launcher']}, each job needs a launcher for one machine, such as launcher=spawn"
-        )
+    for (_, chosen), launcher in zip(jobs, launchers, strict=True):
+        if launcher.is_remote:
+            raise InputError(
+                f"launcher={chosen['launcher']} starts single runs; for several, type a command for each, with "
+                "launcher.wait=false"
+            )
+        if launcher.uses_machines and chosen["hydra/launcher"] != "basic":
+            raise InputError(
+                f"launcher={chosen['launcher']} starts a job on several machines; with hydra/launcher="
+                f"{chosen['hydra/launcher']}, each job needs a launcher for one machine, such as launcher=spawn"
+            )
     queues = [cast(Queue, launcher) for launcher in launchers if launcher.queues]
     if not queues:
         return False, False

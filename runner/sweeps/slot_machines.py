@@ -1,5 +1,6 @@
 """The machines on which jobs run in parallel, with their devices divided into slots."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,23 +74,30 @@ def find_machines(
     if a machine is not reached, or lacks devices for its slots.
     """
     if kind is None:
+        if options:
+            raise InputError(f"hydra.launcher.{next(iter(options))}: hydra/launcher=slots has no such key; try ssh")
         num_gpus = _count_gpus(configs)
         _check_slots("hydra.launcher.slots", slots, len(allowed_cores()), num_gpus)
         cores, gpus = divide(sorted(allowed_cores()), slots), divide(range(num_gpus), slots)
         return [SlotMachine(ThisMachine(), 0, cores, gpus)]
     try:
         make = locate_callable(kind)
+        inspect.signature(make).bind("hydra.launcher", slots, **options)
     except ValueError as error:
         raise InputError(f"hydra.launcher.machines={kind}: {error}") from None
+    except TypeError as error:
+        raise InputError(f"hydra.launcher: {error}") from None
     try:
         machines: Machines = make("hydra.launcher", slots, **options)
     except ValueError as error:
         raise InputError(str(error)) from None
+    only_cpu = all(as_backend(config.backend).device == "cpu" for config in configs)
     found = []
     for number, facts in enumerate(check_machines(machines, Path(configs[0].outputs).absolute())):
         name, num = machines.machines[number]
-        _check_slots(f"{machines.key}={name}: slots", num, len(facts.cores), facts.num_gpus)
-        cores, gpus = divide(facts.cores, num), divide(range(facts.num_gpus), num)
+        num_gpus = 0 if only_cpu else facts.num_gpus
+        _check_slots(f"{machines.key}={name}: slots", num, len(facts.cores), num_gpus)
+        cores, gpus = divide(facts.cores, num), divide(range(num_gpus), num)
         found.append(SlotMachine(machines, number, cores, gpus))
     return found
 

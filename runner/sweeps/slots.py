@@ -44,10 +44,10 @@ def check_jobs(machines: Sequence[SlotMachine], configs: Sequence[Config]) -> No
     slots = max(machine.num_slots for machine in machines)
     for config in configs:
         if config.debug:
-            raise InputError("debug=true needs a process with a terminal; remove it, or hydra/launcher=slots")
+            raise InputError("debug=true needs a process with a terminal; remove it, or hydra/launcher")
         if (ranks := count_ranks(config.launcher)) > slots:
             raise InputError(
-                f"launcher.nproc_per_node={ranks}: a job needs a slot for each rank, but hydra.launcher.slots={slots}; "
+                f"launcher.nproc_per_node={ranks}: a job needs a slot for each rank, but hydra.launcher has {slots}; "
                 "use at most that many ranks"
             )
 
@@ -109,6 +109,7 @@ class _Slots:
         self.waiting = waiting
         self.running: list[RunningJob] = []
         self._sweep, self._num_jobs, self._machines = sweep, len(waiting), machines
+        self._start_at: dict[int, float] = {}  # of jobs whose machine was lost, by job number
         for machine in machines:
             machine.free = list(range(machine.num_slots))
 
@@ -118,13 +119,17 @@ class _Slots:
 
     def start_jobs(self) -> None:
         """Start waiting jobs in their order until no machine has enough slots for the next one, or a signal arrives."""
-        while self.waiting and not received():
-            job, request = self.waiting[0]
+        while not received():
+            now = time.monotonic()
+            ready = [each for each in self.waiting if self._start_at.get(each[0].number, now) <= now]
+            if not ready:
+                return
+            job, request = ready[0]
             size = count_ranks(request.config.launcher)
             fitting = [each for each in self._machines if not each.is_lost and len(each.free) >= size]
             if not fitting:
                 return
-            self.waiting.pop(0)
+            self.waiting.remove(ready[0])
             if self._sweep.skips(job):
                 continue
             machine = max(fitting, key=lambda each: len(each.free))
@@ -155,8 +160,13 @@ class _Slots:
             each.agent.kill()
 
     def _lose(self, lost: RunningJob, why: str) -> None:
-        """Let the job wait for another machine. Its checkpoints are in its directory."""
+        """Let the job wait for another machine. Its checkpoints are in its directory.
+
+        Its process may still be running, and own the lock of the directory, until the agent there has ended it.
+        """
         lost.agent.close()
+        machines = lost.machine.machines
+        self._start_at[lost.job.number] = time.monotonic() + (machines.silence_s or 0.0) + machines.save_s
         if not lost.machine.is_lost:
             print(f"{lost.machine.name} is lost: {why}", flush=True)
         lost.machine.is_lost = True

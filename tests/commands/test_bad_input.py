@@ -133,10 +133,12 @@ TABLE = {
     "-m seed=0,1 launcher=slurm parallel=ddp sweep.stop_on_failure=true": "a queue receives all jobs together",
     "-m seed=0,1 hydra/launcher=slots launcher=ssh launcher.hosts=[a]": "launcher=ssh starts a job on several machines",
     "-m seed=0,1 hydra/launcher=slots launcher=ray": "launcher=ray starts a job on several machines",
+    "-m seed=0,1 hydra/launcher=slots +hydra.launcher.hosts=[a]": "hosts: hydra/launcher=slots has no such",
+    "-m seed=0,1 hydra/launcher=ssh +hydra.launcher.typo=1": "got an unexpected keyword argument 'typo'",
     "-m seed=0,1 hydra/launcher=ssh": "hydra.launcher.hosts=[] must name machines; type hydra.launcher.hosts=[node1",
     "-m seed=0,1 hydra/launcher=slots +hydra.launcher.machines=no.Such": "machines=no.Such: there is no module no",
     "-m seed=0,1 hydra/launcher=slots launcher=slurm": "hydra/launcher=slots starts jobs itself; use only",
-    "-m seed=0,1 hydra/launcher=slots hydra.launcher.slots=1 launcher=spawn": "but hydra.launcher.slots=1",
+    "-m seed=0,1 hydra/launcher=slots hydra.launcher.slots=1 launcher=spawn": "but hydra.launcher has 1",
     # a custom directory
     "--config-dir nowhere model=mine": "--config-dir=nowhere is not a directory",
     "--config-dir mine model=pikcy": "model=pikcy: no such model; did you mean picky?",

@@ -1,5 +1,6 @@
 """The agents of several machines: which of them are started again, and when the others are stopped."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -36,7 +37,13 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AgentGroup]:
     for name in ("POLL_S", "RETRY_S", "FAILED_S"):
         monkeypatch.setattr(agent_group, name, 0.0)
 
-    def make(*agents: list[Agent], min_nodes: int = 2, max_restarts: int = 0, join_timeout_s: float = 60) -> AgentGroup:
+    def make(
+        *agents: list[Agent],
+        min_nodes: int = 2,
+        max_restarts: int = 0,
+        join_timeout_s: float = 60,
+        alone_s: float = 0,
+    ) -> AgentGroup:
         waiting = [list(each) for each in agents]
 
         def start(number: int) -> Agent:
@@ -46,7 +53,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AgentGroup]:
             return "no route" if status == LOST else None
 
         names = [f"node{number}" for number in range(len(agents))]
-        return AgentGroup(names, start, why_lost, min_nodes, max_restarts, join_timeout_s)
+        return AgentGroup(names, start, why_lost, min_nodes, max_restarts, join_timeout_s, alone_s)
 
     return make
 
@@ -68,6 +75,12 @@ def test_a_lost_machine_is_started_again(group: Callable[..., AgentGroup], capsy
     made = group([Agent(0, after=9)], agents, max_restarts=1)
     assert run(made) == {0: 0, 1: 0} and made.lost == ""
     assert capsys.readouterr().err == "node1 is lost: no route\n"
+
+
+def test_the_only_machine_is_started_again_once_its_ranks_have_ended(group: Callable[..., AgentGroup]) -> None:
+    lost_at = time.monotonic()
+    made = group([Agent(LOST), Agent(0)], min_nodes=1, max_restarts=1, alone_s=0.3)
+    assert run(made) == {0: 0} and time.monotonic() - lost_at > 0.3
 
 
 def test_the_others_are_stopped_at_once_if_too_few_are_left(group: Callable[..., AgentGroup]) -> None:

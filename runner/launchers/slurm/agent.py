@@ -40,7 +40,7 @@ def main() -> int:
     directory = os.environ["RUNNER_DIRECTORY"]
     try:
         status = run_arguments(sys.argv[8:], launcher, directory)
-    except SystemExit as error:  # after a signal, before the ranks have started
+    except SystemExit as error:  # after a signal, while no ranks are running
         status = int(error.code or 0)
     if status == PREEMPTED:
         (Path(directory) / STOPPED).touch()  # the batch script may not have received the signal
