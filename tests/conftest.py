@@ -62,12 +62,7 @@ def commands(tmp_path: Path) -> Iterator[Commands]:
     """Run commands in the temporary directory of the test. Commands that still run at its end are killed."""
     own = Commands(tmp_path)
     yield own
-    for process in own.started:
-        if process.poll() is None:  # the leftovers of an exited command fail the test: support/leftovers.py
-            own.kill(process)
-        assert process.stdout and process.stderr
-        process.stdout.close()
-        process.stderr.close()
+    own.close()
 
 
 @pytest.fixture

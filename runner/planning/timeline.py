@@ -47,7 +47,7 @@ class Operator:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Name the function, because torch cannot pickle it."""
-        name, overload = self.function._schema.name, self.function._overloadname
+        name, overload = self.function._schema.name, self.function._schema.overload_name or "default"
         return _named_operator, (name, overload, self.leaves, self.outputs, self.structure)
 
     @property

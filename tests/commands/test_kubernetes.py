@@ -137,15 +137,16 @@ def test_a_run_finishes_without_a_pod_that_is_never_scheduled(cluster: Cluster) 
 @pytest.mark.fault("kill -9 of a command that follows a Job of Kubernetes", outcome="survived")
 def test_the_same_command_follows_the_job(cluster: Cluster, tmp_path: Path) -> None:
     write_files(tmp_path, SLOW)
-    process = cluster.start(*LONG, "run_id=baseline")
+    words = [word.replace("max_steps=120", "max_steps=1000") for word in LONG]  # while three other commands start
+    process = cluster.start(*words, "run_id=baseline")
     job = cluster.wait_for_checkpoint(process)
     process.kill()
     process.wait(timeout=60)
-    refused = cluster.finish(*LONG, "run_id=baseline", "optimizer.lr=0.01")
+    refused = cluster.finish(*words, "run_id=baseline", "optimizer.lr=0.01")
     assert refused.returncode == 2 and "optimizer.lr is 0.01, and was 0.05" in refused.stderr
-    refused = cluster.finish(*LONG, "run_id=baseline", "log_every=2")
+    refused = cluster.finish(*words, "run_id=baseline", "log_every=2")
     assert refused.returncode == 2 and "Job baseline in namespace default has another command" in refused.stderr
-    second = cluster.start(*LONG, "run_id=baseline", "launcher.grace_s=60")
+    second = cluster.start(*words, "run_id=baseline", "launcher.grace_s=60")
     reader = read_output(second)
     wait_until(lambda: any("epoch" in line for line in reader), second)
     assert reader[0] == "Job baseline in namespace default exists already"
@@ -153,9 +154,9 @@ def test_the_same_command_follows_the_job(cluster: Cluster, tmp_path: Path) -> N
     assert second.wait(timeout=180) == 143
     assert {pod.process.poll() for pod in job.pods} == {143}
     result = cluster.run("baseline").result
-    assert result["state"] == "preempted" and newest_step(tmp_path) == result["step"] < 120
+    assert result["state"] == "preempted" and newest_step(tmp_path) == result["step"] < 1000
     (tmp_path / "has-acted").touch()
-    created = cluster.finish(*LONG, "run_id=baseline", "launcher.wait=false")
+    created = cluster.finish(*words, "run_id=baseline", "launcher.wait=false")
     assert created.returncode == 0 and "created Job baseline" in created.stdout
     job = cluster.api.jobs["baseline"]
     wait_until(lambda: bool(job.conditions))

@@ -142,6 +142,15 @@ class Commands:
                 continue
         return found
 
+    def close(self) -> None:
+        """Kill the commands that are running. The leftovers of an exited one fail the test: support/leftovers.py."""
+        for process in self.started:
+            if process.poll() is None:
+                self.kill(process)
+            assert process.stdout and process.stderr
+            process.stdout.close()
+            process.stderr.close()
+
     def kill(self, process: Popen[str]) -> None:
         """Kill all processes of the command with SIGKILL."""
         for pid in self.living(process):

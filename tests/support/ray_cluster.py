@@ -78,8 +78,7 @@ class RayCluster:
         ]
 
     def stop(self) -> None:
-        for node in self.nodes.values():
-            self.commands.kill(node)
+        self.commands.close()
         self.hosts.stop()
         shutil.rmtree(self.temporary)
 
