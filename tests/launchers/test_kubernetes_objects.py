@@ -1,6 +1,9 @@
 """The Jobs of `launcher=kubernetes`: their YAML, their end, and what is refused before one exists."""
 
+import os
+import re
 import shutil
+import signal
 import socket
 import textwrap
 from collections.abc import Callable, Iterator
@@ -14,10 +17,11 @@ from commands import Commands, free_port
 from kubernetes_api import FORBIDDEN, KubernetesApi
 
 import runner
+from runner.distributed.failures.signals import install_handlers
 from runner.errors import InputError
 from runner.launchers.kubernetes import followed_job
 from runner.launchers.kubernetes.followed_job import FollowedJob
-from runner.launchers.kubernetes.kubectl import ApiError
+from runner.launchers.kubernetes.kubectl import Api, ApiError
 
 Here = Callable[..., int]
 Capture = pytest.CaptureFixture[str]
@@ -37,6 +41,32 @@ ALL_OPTIONS = (
     "launcher.pod={priorityClassName:low,volumes:[{name:more,hostPath:{path:/mnt}}]}",
     "launcher.container={volumeMounts:[{name:more,mountPath:/mnt}],resources:{limits:{rdma/hca:1}}}",
 )  # fmt: skip
+
+# A kubectl whose cluster is a directory with a file for each object. It sends a signal to its parent's process group at
+# the verbs in SIGNALS, as Ctrl-C does in a terminal.
+KUBECTL = r"""#!/bin/sh
+cd FOLDER
+send() {
+    case "SIGNALS" in *$1*) mkdir sent-$1 2>/dev/null && kill -s SIGNAL -- -$PPID && sleep 0.5 ;; esac
+}
+case "$*" in
+config*) ;;
+create*/services*) tee service ;;
+create*/jobs*) tee job; send create ;;
+get*/pods/*/log*) printf '2026-01-01T00:00:02Z 10%%\r20%%\r\n2026-01-01T00:00:03Z \377\f\n2026-01-01T00:00:04Z be' ;;
+get*/pods*) echo '{"items": []}' ;;
+get*/jobs/*) send get; cat job || { echo 'Error from server (NotFound): no Job' >&2; exit 1; } ;;
+delete*) [ ! -e kept ] || { echo 'Error from server (Forbidden): not yours' >&2; exit 1; }; send delete; rm job ;;
+esac
+"""
+
+
+def write_kubectl(folder: Path, signals: str = "never", number: signal.Signals = signal.SIGINT) -> str:
+    """Write the command to `folder`, and return a PATH that finds it first."""
+    script = KUBECTL.replace("FOLDER", str(folder)).replace("SIGNALS", signals)
+    (folder / "kubectl").write_text(script.replace("SIGNAL", number.name.removeprefix("SIG")))
+    (folder / "kubectl").chmod(0o755)
+    return f"{folder}{os.pathsep}{os.environ['PATH']}"
 
 
 @pytest.fixture
@@ -173,11 +203,71 @@ def test_a_call_from_python_and_another_task_are_refused(here: Here, capfd: Capt
     assert "launcher=kubernetes: task=plan runs on this machine; leave the launcher out" in capfd.readouterr().err
 
 
+@pytest.mark.fault("Ctrl-C while a Job of Kubernetes is created, followed and deleted", outcome="refused")
+@pytest.mark.parametrize(("signals", "status"), [("create", 143), ("get", 143), ("get, delete", 130)])
+def test_ctrl_c_deletes_the_job_at_any_time(signals: str, status: int, commands: Commands, tmp_path: Path) -> None:
+    env = {"PATH": write_kubectl(tmp_path, signals)}
+    done = commands.forked(*NAMED, "launcher.nodes=2", env=env, prepare=install_handlers)
+    assert done.returncode == status, done.stdout + done.stderr
+    assert done.stdout == "created Job baseline in namespace default\n"
+    assert done.stderr == "\ndeleting Job baseline; a second Ctrl-C does not wait for it\n"
+    assert not (tmp_path / "job").exists() and (tmp_path / "service").exists()
+
+
+@pytest.mark.fault("a Job of Kubernetes that cannot be deleted after Ctrl-C", outcome="refused")
+def test_a_job_that_cannot_be_deleted_is_named(commands: Commands, tmp_path: Path) -> None:
+    (tmp_path / "kept").touch()
+    done = commands.forked(*NAMED, env={"PATH": write_kubectl(tmp_path, "get")}, prepare=install_handlers)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[2:] == [
+        "error: Error from server (Forbidden): not yours",
+        "Job baseline continues; `kubectl delete job baseline` ends it",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "again"),
+    [
+        (NAMED, "the same command follows it"),
+        (TINY, r"the same command with run_id=\d{8}-\d{6} follows it"),
+        ((*TINY, "task=collectives"), r"`kubectl logs --follow job/\d{8}-\d{6}` follows it"),
+    ],
+)
+def test_a_job_that_continues_can_be_followed(
+    words: tuple[str, ...], again: str, commands: Commands, tmp_path: Path
+) -> None:
+    env = {"PATH": write_kubectl(tmp_path, "get", signal.SIGTERM)}
+    done = commands.forked(*words, env=env, prepare=install_handlers)
+    assert done.returncode == 130
+    assert re.search(rf"^Job \S+ continues; {again}, `kubectl delete job \S+` ends it$", done.stderr, re.MULTILINE)
+    assert (tmp_path / "job").exists()
+
+
+def test_a_log_may_contain_any_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", write_kubectl(tmp_path))
+    lines = ["2026-01-01T00:00:02Z 10%\r20%\r", "2026-01-01T00:00:03Z \N{REPLACEMENT CHARACTER}\f"]
+    assert Api(None, "default").log("pod-a", "") == lines
+
+
+def test_values_are_text_in_the_job(here: Here, capfd: Capture) -> None:
+    values = "{a:true,b:false,c:0,d:'',e:null,f:1.5}"
+    options = [f"launcher.{name}={values}" for name in ("labels", "env", "node_selector")]
+    (job,) = printed(here, capfd, *options)
+    texts = {"a": "true", "b": "false", "c": "0", "d": "", "f": "1.5"}
+    pod = job["spec"]["template"]
+    assert texts.items() <= job["metadata"]["labels"].items() and "e" not in pod["metadata"]["labels"]
+    assert pod["spec"]["nodeSelector"] == texts
+    assert {each["name"]: each["value"] for each in pod["spec"]["containers"][0]["env"]} == texts
+
+
 class Answers:
     """The answers about a Job that ends after its log has grown, in the place of an `Api`."""
 
     poll = -1
-    logs: ClassVar = {"pod-a": ["1.2Z first", "1.3Z second"], "pod-b": ["1.5Z first"]}
+    logs: ClassVar = {
+        "pod-a": ["2026-01-01T01:02:03.2Z first", "unable to retrieve logs", "2026-01-01T01:02:03.3Z 5%\r10%\r"],
+        "pod-b": ["2026-01-01T01:02:03.5Z first"],
+    }
 
     def get(self, resource: str) -> dict[str, Any]:
         self.poll += 1
@@ -196,15 +286,18 @@ class Answers:
     def log(self, pod: str, since: str) -> list[str]:
         if self.poll == 0:
             raise ApiError("container is waiting to start", "BadRequest")
-        return self.logs[pod][: self.poll]
+        if since and not since.startswith("2026-"):
+            raise ApiError("invalid value for sinceTime", "BadRequest")
+        return self.logs[pod][: self.poll + 1]
 
 
 def test_each_line_of_the_first_pod_is_printed_once(capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(followed_job, "POLL_S", 0.0)
     assert FollowedJob(Answers(), "baseline").wait() == ("Complete", "")
     out, err = capfd.readouterr()
-    assert out == "first\nsecond\nfirst\n"
+    assert out == "first\n10%\nfirst\n"
     assert err == textwrap.dedent("""\
         a pod waits: Unschedulable: 0/3 nodes
+        the log of pod-a: unable to retrieve logs
         kubectl: The connection to the server was refused
         """)

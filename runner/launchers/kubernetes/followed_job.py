@@ -1,5 +1,6 @@
 """A Job that is followed: the log of its first pod, what its pods wait for, and its end."""
 
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ POLL_S = 2.0
 DELETE_S = 60.0  # for the cluster to delete a Job after its pods have exited
 FIRST = "batch.kubernetes.io/job-completion-index"  # the annotation of a pod with its number
 STARTING = ("ContainerCreating", "PodInitializing")
+TIME = re.compile(r"\d{4}-\d\d-\d\dT\S+ ")  # at the beginning of a line of a log
 
 
 def end_of(job: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -47,7 +49,7 @@ class FollowedJob:
         self._printed = set[str]()
 
     def wait(self) -> tuple[str, str] | None:
-        """Return `end_of` the Job once it has ended, and None once it has been deleted."""
+        """Wait until the Job has ended, and return its end as `end_of` does. Return None if it has been deleted."""
         while True:
             end = None
             try:
@@ -76,8 +78,12 @@ class FollowedJob:
         if self._line in lines:
             lines = lines[len(lines) - lines[::-1].index(self._line) :]
         for line in lines:
+            if not TIME.match(line):
+                self._print_once(f"the log of {self._pod}: {line.strip()}")
+                continue
             self._line = line
-            print(printable(line.partition(" ")[2]), file=FailSafeStream(sys.stdout), flush=True)
+            text = line.partition(" ")[2].rstrip("\r").rpartition("\r")[2]  # the last state of a progress bar
+            print(printable(text), file=FailSafeStream(sys.stdout), flush=True)
 
     def _print_once(self, text: str) -> None:
         if text not in self._printed:

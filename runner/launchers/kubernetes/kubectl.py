@@ -48,9 +48,13 @@ class Api:
         return sorted(pods, key=lambda pod: str(pod["metadata"]["creationTimestamp"]))
 
     def log(self, pod: str, since: str) -> list[str]:
-        """Return the lines of the pod's log, each after its time, from the second of the time `since` on."""
+        """Return the complete lines of the pod's log from the second of the time `since` on.
+
+        Each line begins with its time, except messages of Kubernetes about a log that it cannot read.
+        """
         second = f"&sinceTime={quote(re.sub(r'[.][0-9]+', '', since))}" if since else ""
-        return self._call("get", f"{self._path(f'pods/{pod}/log')}?timestamps=true{second}").splitlines()
+        text = self._call("get", f"{self._path(f'pods/{pod}/log')}?timestamps=true{second}")
+        return text.split("\n")[:-1]  # after the last newline, a line is incomplete
 
     def delete(self, resource: str) -> None:
         """Delete the object, once everything that it owns has been deleted."""
@@ -84,12 +88,17 @@ def _kubectl(context: str | None, *arguments: str, standard_input: str = "") -> 
     command = ["kubectl", *((f"--context={context}",) if context else ()), *arguments]
     try:
         done = subprocess.run(
-            command, input=standard_input, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+            command,
+            input=standard_input.encode(),
+            capture_output=True,
+            timeout=TIMEOUT_S,
+            check=False,
+            start_new_session=True,  # Ctrl-C in a terminal must not end a request
         )
     except subprocess.TimeoutExpired:
         raise ApiError(f"kubectl does not respond within {TIMEOUT_S:g} s") from None
     if done.returncode:
-        text = " ".join(done.stderr.split())
+        text = " ".join(done.stderr.decode(errors="replace").split())
         found = re.search(r"\(([A-Z]\w+)\):", text)
         raise ApiError(text.removeprefix("error: "), found[1] if found else "")
-    return done.stdout
+    return done.stdout.decode(errors="replace")  # a log may contain any bytes, and \r within its lines

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
@@ -16,8 +16,8 @@ from runner.config.diagnostics.import_target import locate
 from runner.config.pointers import named_directory
 from runner.config.request import Request
 from runner.distributed.environment import RankInfo
-from runner.distributed.failures.signals import INTERRUPTED, Stopped, interruptible
-from runner.errors import InputError, JobFailed, Preempted
+from runner.distributed.failures.signals import INTERRUPTED, Stopped, interruptible, signals_deferred
+from runner.errors import InputError, JobFailed, Preempted, print_messages
 from runner.launchers.contract import Launcher
 from runner.launchers.env import check_options
 from runner.launchers.kubernetes.followed_job import FollowedJob, end_of, wait_until_deleted
@@ -98,46 +98,54 @@ class Kubernetes(Launcher):
         assert directory is not None
         if given and Path(given).absolute() != directory:
             raise InputError(f"launcher=kubernetes resumes only runs in {directory.parent}, not {given}")
-        job = self._render(run_id, self._arguments(request, run_id))
+        arguments = self._arguments(request, run_id)
+        job = self._render(run_id, arguments)
         _check_outputs(config.outputs, job)
         if self.dry_run:
             objects = [SERVICE, job] if self._num_pods > 1 else [job]
             print(yaml.safe_dump_all(json.loads(json.dumps(objects)), sort_keys=False), end="")  # without anchors
             return {}
-        api = connect(self.context, self.namespace)
-        try:
-            found = self._create(api, job)
-        except ApiError as error:
-            raise InputError(f"launcher=kubernetes: {error}") from None
-        name = job["metadata"]["name"]
-        if end_of(found):
-            print(f"Job {name} in namespace {api.namespace} is finished", flush=True)
-        elif self.wait:
-            self._follow(api, name)
+        if given or config.run_id:
+            again = "the same command"
+        elif f"run_id={run_id}" in arguments:
+            again = f"the same command with run_id={run_id}"
+        else:
+            again = f"`kubectl logs --follow job/{job['metadata']['name']}`"
+        self._run(connect(self.context, self.namespace), job, again)
         run = find_run(directory)
         return run.metrics if run.state in DONE else {}
 
-    def _create(self, api: Api, job: Object) -> Object:
-        """Return the Job: a new one, or that of an earlier command with the same arguments, which may be complete."""
-        name = job["metadata"]["name"]
-        try:
-            created = api.create("jobs", job)
-        except ApiError as error:
-            if error.reason != "AlreadyExists":
-                raise
-            return self._find(api, job)
-        try:
-            if self._num_pods > 1:
-                api.create("services", SERVICE)
-        except ApiError as error:
-            if error.reason != "AlreadyExists":
-                api.delete(f"jobs/{name}")
-                raise
-        print(f"created Job {name} in namespace {api.namespace}", flush=True)
-        return created
+    def _run(self, api: Api, job: Object, again: str) -> None:
+        """Return once the Job is complete, or exists without `wait`. Raise JobFailed, and Preempted after Ctrl-C.
 
-    def _find(self, api: Api, job: Object) -> Object:
-        """Return the existing Job of this name. One that has failed, or is being deleted, is replaced."""
+        again: the command that follows the Job if it continues after a signal.
+        """
+        name = job["metadata"]["name"]
+        found: Object | None = None
+        followed = FollowedJob(api, name)
+        try:
+            with interruptible():
+                if self._num_pods > 1:
+                    _create(api, "services", SERVICE)
+                while found is None:
+                    with signals_deferred():  # so that `found` is known when they raise Stopped
+                        found = _create(api, "jobs", job)
+                        if found:
+                            print(f"created Job {name} in namespace {api.namespace}", flush=True)
+                    found = found or self._find(api, job)
+                if end_of(found):
+                    print(f"Job {name} in namespace {api.namespace} is finished", flush=True)
+                elif self.wait:
+                    _check_end(name, followed.wait())
+        except ApiError as error:
+            raise InputError(f"launcher=kubernetes: {error}") from None
+        except Stopped as stopped:
+            if found is None:
+                raise Preempted(str(stopped)) from None
+            _stop(api, name, followed, str(stopped), again)
+
+    def _find(self, api: Api, job: Object) -> Object | None:
+        """Return the existing Job of this name. Return None after the deletion of one that must be replaced."""
         name = job["metadata"]["name"]
         found = api.get(f"jobs/{name}")
         labels, end = found["metadata"].get("labels", {}), end_of(found)
@@ -155,32 +163,7 @@ class Kubernetes(Launcher):
         if not is_deleted:
             api.delete(f"jobs/{name}")
         wait_until_deleted(api, name, self.grace_s)
-        return self._create(api, job)
-
-    def _follow(self, api: Api, name: str) -> None:
-        """Return once the Job is complete; raise JobFailed for another end, and Preempted after Ctrl-C."""
-        followed = FollowedJob(api, name)
-        try:
-            with interruptible():
-                end = followed.wait()
-        except Stopped as stopped:
-            if str(stopped) != signal.SIGINT.name:
-                text = f"Job {name} continues; the same command follows it, `kubectl delete job {name}` ends it"
-                print(f"\n{text}", file=sys.stderr, flush=True)
-                raise SystemExit(INTERRUPTED) from None
-            print(f"\ndeleting Job {name}; a second Ctrl-C does not wait for it", file=sys.stderr, flush=True)
-            api.delete(f"jobs/{name}")
-            followed.wait()
-            raise Preempted(str(stopped)) from None
-        if end and end[0] == "Complete":
-            return
-        text = f"Job {name} has been deleted"
-        if end:
-            shown = f"kubectl logs --prefix --selector=batch.kubernetes.io/job-name={name}"
-            text = f"Job {name} has failed: {end[1]}; `{shown}` prints the output of its pods"
-        print(f"error: {text}", file=sys.stderr, flush=True)
-        found = re.search(r"exit code (\d+)", end[1] if end else "")
-        raise JobFailed(text, 2 if found and found[1] == "2" else 1)
+        return None
 
     def _arguments(self, request: Request, run_id: str) -> list[str]:
         """Return the arguments of the run in the pods, where each start resumes it."""
@@ -207,16 +190,58 @@ class Kubernetes(Launcher):
         container = {
             "image": self.image,
             "command": command,
-            "env": [{"name": key, "value": str(value)} for key, value in (self.env or {}).items()],
+            "env": [{"name": key, "value": value} for key, value in _texts(self.env).items()],
             "envFrom": [{"secretRef": {"name": secret}} for secret in self.secrets],
-            "resources": {"requests": _given(requests), "limits": _given(limits)},
+            "resources": {"requests": _texts(requests), "limits": _texts(limits)},
         }
-        optional = {"nodeSelector": self.node_selector, "serviceAccountName": self.service_account}
-        pod = render_pod(container, self.volumes or {}, self.grace_s) | _given(optional)
+        pod = render_pod(container, self.volumes or {}, self.grace_s)
+        pod |= _texts({"serviceAccountName": self.service_account}) | {"nodeSelector": _texts(self.node_selector)}
         pod["containers"] = [merged(pod["containers"][0], self.container or {})]
         pod = merged(pod | {"tolerations": [*self.tolerations]}, self.pod or {})
-        labels = _given(self.labels or {})
+        labels = _texts(self.labels)
         return render_job(name, self._num_pods, self.world_size is None, self.max_restarts, labels, pod)
+
+
+def _create(api: Api, resource: str, body: Object) -> Object | None:
+    """Create the object and return it. Return None if one of this name exists already."""
+    try:
+        return api.create(resource, body)
+    except ApiError as error:
+        if error.reason != "AlreadyExists":
+            raise
+        return None
+
+
+def _check_end(name: str, end: tuple[str, str] | None) -> None:
+    """Raise JobFailed unless the Job is complete. end: that of the Job, or None if it was deleted."""
+    if end and end[0] == "Complete":
+        return
+    text = f"Job {name} has been deleted"
+    if end:
+        shown = f"kubectl logs --prefix --selector=batch.kubernetes.io/job-name={name}"
+        text = f"Job {name} has failed: {end[1]}; `{shown}` prints the output of its pods"
+    print(f"error: {text}", file=sys.stderr, flush=True)
+    found = re.search(r"exit code (\d+)", end[1] if end else "")
+    raise JobFailed(text, 2 if found and found[1] == "2" else 1)
+
+
+def _stop(api: Api, name: str, followed: FollowedJob, reason: str, again: str) -> NoReturn:
+    """Delete the Job after Ctrl-C, and print its log until its pods have exited. After other signals it continues."""
+    if reason != signal.SIGINT.name:
+        text = f"Job {name} continues; {again} follows it, `kubectl delete job {name}` ends it"
+        print(f"\n{text}", file=sys.stderr, flush=True)
+        raise SystemExit(INTERRUPTED) from None
+    with signals_deferred():  # until the request has been answered
+        print(f"\ndeleting Job {name}; a second Ctrl-C does not wait for it", file=sys.stderr, flush=True)
+        try:
+            api.delete(f"jobs/{name}")
+        except ApiError as error:
+            if error.reason != "NotFound":
+                text = f"Job {name} continues; `kubectl delete job {name}` ends it"
+                print_messages([f"error: {error}", text])
+                raise JobFailed(text) from None
+    followed.wait()
+    raise Preempted(reason) from None
 
 
 def _check_outputs(outputs: str, job: Object) -> None:
@@ -234,6 +259,7 @@ def _container_of(job: Object) -> Object:
     return container
 
 
-def _given(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that are set, as Kubernetes' text or mappings."""
-    return {key: value if isinstance(value, Mapping) else str(value) for key, value in values.items() if value}
+def _texts(values: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return the values except None as text, because Kubernetes refuses numbers and booleans."""
+    given = {key: value for key, value in (values or {}).items() if value is not None}
+    return {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in given.items()}
