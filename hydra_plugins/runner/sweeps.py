@@ -1,6 +1,7 @@
 """The sweepers and the launcher of runner.sweeps, as classes that Hydra accepts only from this package."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -36,9 +37,10 @@ class GridSweeper(BasicSweeper):
         texts = [*map(keep_text, self._parse_config()), *sweep.arguments]
         overrides = OverridesParser.create(composer.loader).parse_overrides(texts)
         swept = [override.get_key_element() for override in overrides if override.is_sweep_override()]
-        sweep.open(combine(overrides, self.zip), swept, composer, _check_of(self.launcher))
-        jobs = [complete_overrides(job.overrides) for job in sweep.jobs]
-        return self.launcher.launch(jobs, initial_job_idx=0) if jobs else []
+        with _closing(self.launcher) as check:
+            sweep.open(combine(overrides, self.zip), swept, composer, check)
+            jobs = [complete_overrides(job.overrides) for job in sweep.jobs]
+            return self.launcher.launch(jobs, initial_job_idx=0) if jobs else []
 
 
 class OptunaSweeper(Sweeper):
@@ -60,7 +62,8 @@ class OptunaSweeper(Sweeper):
 
         assert self.launcher is not None and self.config is not None
         composer = Composer(self.config, self.loader)
-        run_study(self.task, StudyOptions(**self.options), composer, self.launcher, _check_of(self.launcher))
+        with _closing(self.launcher) as check:
+            run_study(self.task, StudyOptions(**self.options), composer, self.launcher, check)
 
 
 class SlotsLauncher(Launcher):
@@ -91,7 +94,16 @@ class SlotsLauncher(Launcher):
         run_in_slots(self.task, composed, initial_job_idx, self.machines)
         return []
 
+    def close(self) -> None:
+        """Release the machines, all of which belong to one `Machines`."""
+        for machine in self.machines[:1]:
+            machine.machines.close()
 
-def _check_of(hydra_launcher: Launcher) -> Callable[[Sequence[Any]], None]:
-    """Return the launcher's check of the jobs, which Hydra's own launchers do not have."""
-    return getattr(hydra_launcher, "check", lambda configs: None)
+
+@contextmanager
+def _closing(hydra_launcher: Launcher) -> Iterator[Callable[[Sequence[Any]], None]]:
+    """Yield the launcher's check of the jobs, and close the launcher at the end. Hydra's own launchers have neither."""
+    try:
+        yield getattr(hydra_launcher, "check", lambda configs: None)
+    finally:
+        getattr(hydra_launcher, "close", lambda: None)()

@@ -1,9 +1,10 @@
 """The contract of machines on which agents (runner.launchers.agent) run, for single runs and for sweeps."""
 
 import tempfile
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, ClassVar, NamedTuple, Protocol
@@ -39,7 +40,7 @@ class Agent(Protocol):
 
 
 class Machines(ABC):
-    """How agents are started on the machines of one kind; one file of runner/launchers for each kind.
+    """How agents are started on machines of one kind, and how the loss of a machine is recognized.
 
     Attributes:
         key: The key of the options, for messages, as launcher.hosts.
@@ -54,6 +55,9 @@ class Machines(ABC):
 
     def reserve(self) -> None:  # noqa: B027
         """Reserve the machines, if a scheduler assigns them. Called before the other methods. Raises InputError."""
+
+    def close(self) -> None:  # noqa: B027
+        """Release the machines that `reserve` has reserved. Called last, also if `reserve` or a check has failed."""
 
     @abstractmethod
     def find_facts(self, number: int, shared: str) -> HostFacts | str:
@@ -74,8 +78,7 @@ def check_machines(machines: Machines, outputs: Path) -> list[HostFacts]:
     with _until_stopped(), tempfile.NamedTemporaryFile(dir=existing, prefix=".shared-") as shared:
         machines.reserve()
         own = find_facts(Path(shared.name))
-        with ThreadPoolExecutor(len(machines.machines)) as pool:
-            found = [*pool.map(lambda number: machines.find_facts(number, shared.name), range(len(machines.machines)))]
+        found = _find_all_facts(machines, shared.name)
     facts, messages = list[HostFacts](), list[str]()
     for machine, each in zip(machines.machines, found, strict=True):
         if isinstance(each, HostFacts):
@@ -86,6 +89,21 @@ def check_machines(machines: Machines, outputs: Path) -> list[HostFacts]:
     if messages:
         raise InputError(*messages)
     return facts
+
+
+def _find_all_facts(machines: Machines, shared: str) -> list[HostFacts | str]:
+    """Return the facts of all machines, or why there are none. The threads are daemons, which delay no exit."""
+    futures = [Future[HostFacts | str]() for _ in machines.machines]
+
+    def find(number: int) -> None:
+        try:
+            futures[number].set_result(machines.find_facts(number, shared))
+        except BaseException as error:
+            futures[number].set_exception(error)
+
+    for number in range(len(futures)):
+        threading.Thread(target=find, args=(number,), daemon=True, name="facts").start()
+    return [future.result() for future in futures]
 
 
 @contextmanager

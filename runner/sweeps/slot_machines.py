@@ -71,7 +71,7 @@ def find_machines(
     """Return the machines of this kind, the dotted path of a class that implements Machines; None: this machine.
 
     slots: of a machine that has no number of its own. options: of the class. configs: of the jobs. Raises InputError
-    if a machine is not reached, or lacks devices for its slots.
+    if a machine is not reached, or lacks devices for its slots. The caller closes the machines at the end.
     """
     if kind is None:
         if options:
@@ -93,12 +93,16 @@ def find_machines(
         raise InputError(str(error)) from None
     only_cpu = all(as_backend(config.backend).device == "cpu" for config in configs)
     found = []
-    for number, facts in enumerate(check_machines(machines, Path(configs[0].outputs).absolute())):
-        name, num = machines.machines[number]
-        num_gpus = 0 if only_cpu else facts.num_gpus
-        _check_slots(f"{machines.key}={name}: slots", num, len(facts.cores), num_gpus)
-        cores, gpus = divide(facts.cores, num), divide(range(num_gpus), num)
-        found.append(SlotMachine(machines, number, cores, gpus))
+    try:
+        for number, facts in enumerate(check_machines(machines, Path(configs[0].outputs).absolute())):
+            name, num = machines.machines[number]
+            num_gpus = 0 if only_cpu else facts.num_gpus
+            _check_slots(f"{machines.key}={name}: slots", num, len(facts.cores), num_gpus)
+            cores, gpus = divide(facts.cores, num), divide(range(num_gpus), num)
+            found.append(SlotMachine(machines, number, cores, gpus))
+    except BaseException:
+        machines.close()
+        raise
     return found
 
 

@@ -15,7 +15,7 @@ import pytest
 from commands import Commands, newest_step, wait_until
 from custom_files import SLOW, SLOWLY, write_files
 from namespaces import why_not
-from ray_cluster import RayCluster
+from ray_cluster import ENV, HEAD, RayCluster
 from worlds import only_run, run
 
 from runner.records.attempts import read_attempts
@@ -86,7 +86,9 @@ def test_what_the_cluster_lacks_is_refused(cluster: Cluster, commands: Commands,
     cases = {
         ("launcher.nodes=4",): f"launcher.nodes=4 with CPU 2 each: 3 nodes of the Ray cluster have that ({has})",
         ("launcher.gpus_per_node=2",): "launcher.nodes=1 with CPU 2, GPU 2 each: 0 nodes of the Ray cluster have that",
-        ("launcher.labels={zone:far}",): "launcher.nodes=1 with CPU 2: not free (in the whole cluster: CPU 6)",
+        ("launcher.labels={zone:far}",): (
+            "launcher.nodes=1 with CPU 2 and launcher.labels={zone:far}: not free (in the whole cluster: CPU 6)"
+        ),
         ("model.hidden=0",): "model.hidden",
     }
     started = {cluster.start(*TINY, *args): message for args, message in cases.items()}
@@ -175,6 +177,37 @@ def test_the_jobs_of_a_lost_node_run_on_the_others(cluster: Cluster, commands: C
     assert [(job.state, job.num_starts) for job in jobs] == [("finished", 2 if job.number == 1 else 1) for job in jobs]
     assert result_of(lost)["weights_sha256"] == whole.result["weights_sha256"]
     cluster.wait_until_idle()
+
+
+def test_a_signal_ends_the_check_of_the_nodes(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
+    waits = """\
+        import sys
+        import time
+        from pathlib import Path
+
+        if "runner.launchers.host_facts" in sys.orig_argv:
+            Path("waits").touch()
+            deadline = time.monotonic() + 300
+            while not Path("released").exists() and time.monotonic() < deadline:
+                time.sleep(0.1)
+        """
+    write_files(tmp_path, {"mine/sitecustomize.py": waits})
+    process = cluster.start(*TINY, f"launcher.env={{PYTHONPATH:{tmp_path / 'mine'}}}")
+    wait_until((tmp_path / "waits").exists, process)
+    process.send_signal(signal.SIGTERM)
+    assert commands.finish(process, timeout_s=60).returncode == 143  # long before the check would end by itself
+    (tmp_path / "released").touch()
+    cluster.wait_until_idle()
+
+
+def test_a_process_runs_one_sweep_after_another(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
+    words = [word for word in TINY if word != "parallel=ddp"]
+    options = ["hydra/launcher=ray", f"hydra.launcher.address={cluster.nodes.address}", "hydra.launcher.nodes=3"]
+    call = f"runner.sweep({[*words, *options, 'max_steps=2', 'seed=0,1']})"
+    script = f"import runner; assert {{run.state for run in {call} + {call}}} == {{'finished'}}"
+    process = cluster.nodes.hosts.python(commands, HEAD, "-c", script, env=ENV)
+    done = commands.finish(process)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def result_of(run: Path) -> dict[str, Any]:

@@ -1,20 +1,28 @@
-"""The parts of launcher=ray that need no cluster: its options, and how its actor starts processes."""
+"""The parts of launcher=ray that need no cluster: its actor, the check of its nodes, and their release."""
 
+import os
+import signal
+import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from commands import wait_until
+from custom_files import write_files
 from worlds import configure
 
 import runner.errors
 from runner.distributed.environment import RankInfo
-from runner.errors import InputError
+from runner.errors import InputError, Preempted
 from runner.launchers.launch import launch
+from runner.launchers.machines import check_machines
 from runner.launchers.ray.starter import LOST, Starter
+from runner.sweeps.slot_machines import ThisMachine
 
 READ = "import os, sys; open('started', 'w'); print(os.environ.get('OMP_NUM_THREADS'), sys.stdin.read()); sys.exit(3)"
 
@@ -40,6 +48,31 @@ def test_a_process_receives_its_input_but_not_the_number_of_threads_of_ray(
     assert ended.result() == (3, f"{threads} a b c\n".encode(), b"")
 
 
+def test_bytes_that_arrive_early_do_not_precede_the_input(
+    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    starter, popen = Starter(str(tmp_path), {}, silence_s=60), subprocess.Popen
+
+    def start(*args: Any, **kwargs: Any) -> Any:
+        process = popen(*args, **kwargs)
+        pipe = process.stdin
+
+        def write(content: bytes) -> None:
+            if content == b"input ":
+                starter.send(None, b"heartbeat ")
+                starter.send(0, b"signal ")
+            pipe.write(content)
+
+        process.stdin = SimpleNamespace(write=write, flush=pipe.flush, close=pipe.close)
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    ended = pool.submit(starter.run, 0, ("-c", READ), b"input ", None)
+    wait_until((tmp_path / "started").exists)
+    starter.close(0)
+    assert ended.result().output == b"None input signal \n"
+
+
 def test_the_output_is_appended_to_a_file(pool: ThreadPoolExecutor, tmp_path: Path) -> None:
     starter, log = Starter(str(tmp_path), {}, silence_s=60), tmp_path / "log"
     log.write_text("before\n")
@@ -63,3 +96,61 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     with pytest.raises(InputError, match=r"launcher=ray needs ray; pip install 'experiment-runner\[ray\]'"):
         launch(request, RankInfo())
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_signal_does_not_wait_for_machines_that_do_not_respond(tmp_path: Path) -> None:
+    released, has_ended, are_daemons = threading.Event(), threading.Event(), []
+
+    class Silent(ThisMachine):
+        def find_facts(self, number: int, shared: str) -> Any:
+            are_daemons.append(threading.current_thread().daemon)
+            os.kill(os.getpid(), signal.SIGTERM)
+            released.wait(30)
+            has_ended.set()
+
+    with pytest.raises(Preempted, match="SIGTERM"):
+        check_machines(Silent(), tmp_path)
+    assert are_daemons == [True] and not has_ended.is_set()
+    released.set()
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("hydra.launcher.fault=broken", "hydra.launcher.names=: broken"),
+        ("launcher=spawn", "launcher.nproc_per_node=2: a job needs a slot for each rank"),
+    ],
+)
+def test_a_sweep_that_is_refused_releases_its_machines(
+    word: str, message: str, here: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reserved = """\
+        from pathlib import Path
+
+        from runner.sweeps.slot_machines import ThisMachine
+
+
+        class Reserved(ThisMachine):
+            key = "hydra.launcher.names"
+
+            def __init__(self, prefix, num, fault):
+                self.fault = fault
+
+            def find_facts(self, number, shared):
+                return self.fault or super().find_facts(number, shared)
+
+            def close(self):
+                with Path("closed").open("a") as file:
+                    file.write("closed ")
+        """
+    option = """\
+        _target_: hydra_plugins.runner.sweeps.SlotsLauncher
+        machines: reserved.Reserved
+        slots: 1
+        fault: null
+        """
+    write_files(tmp_path, {"mine/reserved.py": reserved, "mine/hydra/launcher/reserved.yaml": option})
+    launcher = ("--config-dir=mine", "hydra/launcher=reserved")
+    assert here("-m", *launcher, "model=mlp", "backend=gloo", "seed=0,1", word) == 2
+    assert message in capsys.readouterr().err
+    assert (tmp_path / "closed").read_text() == "closed "

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from runner.config.diagnostics.type_hints import show
 from runner.errors import InputError, print_messages
 
 if TYPE_CHECKING:
@@ -51,27 +52,29 @@ def connect(key: str, address: str) -> bool:
 
 
 def reserve(
-    prefix: str, nodes: tuple[int, int], bundle: Resources, labels: Mapping[str, str], wait: bool
+    prefix: str, limits: tuple[int, int], bundle: Resources, labels: Mapping[str, str], wait: bool
 ) -> "PlacementGroup":
-    """Return a placement group with a bundle on each of as many nodes as are free, from `nodes`, a minimum and maximum.
+    """Return a placement group with a bundle on each node. `limits` are the minimum and maximum number of nodes.
 
-    prefix: of the keys of the options, for messages. wait: wait until the minimum is free, also if the cluster does not
-    have as many nodes yet. Raises InputError.
+    The group has as many nodes as are free. prefix: of the keys of the options, for messages. wait: wait until the
+    minimum is free, even if the cluster does not have as many nodes yet. Raises InputError.
     """
     import ray
     from ray.util import placement_group, remove_placement_group
 
-    least, most = nodes
-    asked = f"{prefix}.nodes={least}" + (f":{most}" if most > least else "") + f" with {_describe(bundle, bundle)}"
+    least, most = limits
+    wanted = f"{prefix}.nodes={least}" + (f":{most}" if most > least else "") + f" with {_describe(bundle, bundle)}"
     owned = [(each["NodeManagerHostname"], each["Resources"]) for each in ray.nodes() if each["Alive"]]
     num_fitting = sum(_times(bundle, each) > 0 for _, each in owned)
     if num_fitting < least and not wait:
         listed = [f"{name}: {_describe(bundle, each)}" for name, each in sorted(owned, key=lambda pair: pair[0])]
         more = f"; {len(listed) - MAX_LISTED} more" if len(listed) > MAX_LISTED else ""
         raise InputError(
-            f"{asked} each: {num_fitting} nodes of the Ray cluster have that ({'; '.join(listed[:MAX_LISTED])}{more}); "
-            f"{prefix}.wait=true waits for more"
+            f"{wanted} each: {num_fitting} nodes of the Ray cluster have that "
+            f"({'; '.join(listed[:MAX_LISTED])}{more}); {prefix}.wait=true waits for more"
         )
+    if labels:
+        wanted += f" and {prefix}.labels={show(labels)}"
     num = max(least, min(most, num_fitting, _times(bundle, ray.available_resources())))
     while True:
         selectors = [dict(labels)] * num if labels else None
@@ -79,7 +82,7 @@ def reserve(
             [dict(bundle)] * num, strategy="STRICT_SPREAD", bundle_label_selector=selectors
         )
         try:
-            if group.wait(PLACE_S) or (num == least and wait and _wait(group, asked, bundle)):
+            if group.wait(PLACE_S) or (num == least and wait and _wait(group, wanted, bundle)):
                 return group
         except BaseException:
             remove_placement_group(group)
@@ -87,11 +90,11 @@ def reserve(
         remove_placement_group(group)
         if num == least:
             free = _describe(bundle, ray.available_resources())
-            raise InputError(f"{asked}: not free (in the whole cluster: {free}); {prefix}.wait=true waits for them")
+            raise InputError(f"{wanted}: not free (in the whole cluster: {free}); {prefix}.wait=true waits for them")
         num -= 1
 
 
-def _wait(group: "PlacementGroup", asked: str, bundle: Resources) -> bool:
+def _wait(group: "PlacementGroup", wanted: str, bundle: Resources) -> bool:
     """Wait until the group is placed, and print once a minute what it waits for. Return True."""
     import ray
 
@@ -100,7 +103,7 @@ def _wait(group: "PlacementGroup", asked: str, bundle: Resources) -> bool:
         if time.monotonic() >= report_at:
             report_at += REPORT_S
             print_messages(
-                [f"waiting for {asked}; free in the whole cluster: {_describe(bundle, ray.available_resources())}"]
+                [f"waiting for {wanted}; free in the whole cluster: {_describe(bundle, ray.available_resources())}"]
             )
     return True
 

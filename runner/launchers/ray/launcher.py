@@ -37,7 +37,7 @@ class Ray(Launcher):
 
     def __post_init__(self) -> None:
         check_options(self.join_timeout_s, self.max_restarts, nproc_per_node=self.nproc_per_node)
-        least, most = self._make_nodes().nodes
+        least, most = self._make_nodes().limits
         if least < most and not self.max_restarts:
             raise ValueError(
                 f"launcher.nodes={self.nodes} needs launcher.max_restarts, because the ranks start again without those "
@@ -66,7 +66,7 @@ class Ray(Launcher):
                 address = get_node_ip_address()
                 store = serve_store(address, 0, loopback=False, timeout_s=self.join_timeout_s)
                 endpoint = f"{address}:{store.port}"
-            world = AgentWorld("ray", endpoint, nodes.nodes[0], self.max_restarts, self.join_timeout_s, host=None)
+            world = AgentWorld("ray", endpoint, nodes.limits[0], self.max_restarts, self.join_timeout_s, host=None)
             return run_on_machines(nodes, world, request)
         finally:
             nodes.close()

@@ -78,7 +78,7 @@ class RayNodes(Machines):
     those of conf/launcher/ray.yaml. Raises ValueError.
     """
 
-    silence_s = 30.0  # with save_s less than the 65 s after which Ray by default considers a node as lost
+    silence_s = 30.0  # with save_s less than the 65 s after which Ray by default regards a node as lost
     save_s = 30.0
 
     def __init__(
@@ -97,10 +97,10 @@ class RayNodes(Machines):
         self.key, self._prefix, self._num, self._address, self._wait = f"{prefix}.nodes", prefix, num, address, wait
         if not isinstance(num, int) or num < 1:
             raise ValueError(f"{prefix}.slots={num} must be at least 1")
-        self.nodes = parse_nodes(nodes, self.key)
+        self.limits = parse_nodes(nodes, self.key)
         if address not in ("auto", "local") and not is_endpoint(address):
             raise ValueError(f"{prefix}.address={address} must be auto, local, or HOST:PORT, as head:6379")
-        if address == "local" and self.nodes[0] > 1:
+        if address == "local" and self.limits[0] > 1:
             raise ValueError(f"{prefix}.address=local is this machine, but {self.key}={nodes}; name a cluster")
         self._num_cpus, self._num_gpus = num if cpus_per_node is None else cpus_per_node, gpus_per_node or 0
         for key, value, least in (("cpus_per_node", self._num_cpus, 1), ("gpus_per_node", self._num_gpus, 0)):
@@ -126,7 +126,7 @@ class RayNodes(Machines):
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self._is_connected = connect(f"{self._prefix}.address", self._address)
-        self._group = group = reserve(self._prefix, self.nodes, self._bundle, self._labels, self._wait)
+        self._group = group = reserve(self._prefix, self.limits, self._bundle, self._labels, self._wait)
         hosts = {node["NodeID"]: node["NodeManagerHostname"] for node in ray.nodes()}
         placed = [hosts[node] for _, node in sorted(placement_group_table(group)["bundles_to_node_id"].items())]
         are_unique = len({*placed}) == len(placed)  # several nodes of a cluster may be on one host
@@ -149,7 +149,7 @@ class RayNodes(Machines):
         threading.Thread(target=self._beat, daemon=True, name="heartbeat").start()
 
     def close(self) -> None:
-        """Stop the actors with what they run, and leave the cluster."""
+        """Stop the actors with the processes that they have started, and disconnect from the cluster."""
         if not self._is_connected and self._group is None:
             return
         import ray
@@ -165,10 +165,13 @@ class RayNodes(Machines):
         import ray
 
         words = ("-m", "runner.launchers.host_facts", shared)
+        future = self._nodes[number].actor.run.remote(next(self._keys), words, b"", None).future()
         try:
-            ended = ray.get(self._nodes[number].actor.run.remote(next(self._keys), words, b"", None), timeout=ANSWER_S)
+            ended = future.result(ANSWER_S)  # ray.get would wait in C++, also while `close` disconnects
         except ray.exceptions.RayTaskError as error:
             return first_line(error.cause)  # for example, the working directory does not exist there
+        except TimeoutError:
+            return f"no response within {ANSWER_S:g} s"
         except ray.exceptions.RayError as error:
             return first_line(error)
         facts = read_facts(ended.status, *(each.decode(errors="replace") for each in (ended.output, ended.errors)))
