@@ -32,6 +32,15 @@ def check_options(join_timeout_s: float, max_restarts: int = 0, **counts: int | 
             raise ValueError(f"launcher.{key}={value} must be at least 1")
 
 
+def check_gpus(nproc_per_node: int, gpus_per_node: int | None) -> None:
+    """Raise ValueError if a node has GPUs, but not one for each of its processes."""
+    if gpus_per_node and gpus_per_node < nproc_per_node:
+        raise ValueError(
+            f"launcher.nproc_per_node={nproc_per_node} needs a GPU each, but launcher.gpus_per_node={gpus_per_node} "
+            "is less; use equal values"
+        )
+
+
 def parse_nodes(nodes: Any, key: str = "launcher.nodes") -> tuple[int, int]:
     """Return the minimum and maximum number of nodes. Raise ValueError. key: for messages."""
     first, _, last = str(nodes).partition(":")

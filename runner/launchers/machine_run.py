@@ -62,7 +62,7 @@ def run_on_machines(machines: Machines, world: AgentWorld, request: Request) -> 
 
     names = [machine.name for machine in machines.machines]
     limits = (world.min_nodes, world.max_restarts, world.join_timeout_s)
-    group = AgentGroup(names, start, why_lost, *limits, alone_s=(machines.silence_s or 0.0) + machines.save_s)
+    group = AgentGroup(names, start, why_lost, *limits, alone_s=machines.end_s)
     try:
         statuses = group.run(followed.print_new)
         followed.print_new()

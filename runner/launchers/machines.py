@@ -53,6 +53,11 @@ class Machines(ABC):
     silence_s: ClassVar[float | None] = None
     save_s: ClassVar[float] = 0.0
 
+    @property
+    def end_s(self) -> float:
+        """The seconds after which no process of a lost agent is running."""
+        return (self.silence_s or 0.0) + self.save_s
+
     def reserve(self) -> None:  # noqa: B027
         """Reserve the machines, if a scheduler assigns them. Called before the other methods. Raises InputError."""
 

@@ -165,8 +165,7 @@ class _Slots:
         Its process may still be running, and own the lock of the directory, until the agent there has ended it.
         """
         lost.agent.close()
-        machines = lost.machine.machines
-        self._start_at[lost.job.number] = time.monotonic() + (machines.silence_s or 0.0) + machines.save_s
+        self._start_at[lost.job.number] = time.monotonic() + lost.machine.machines.end_s
         if not lost.machine.is_lost:
             print(f"{lost.machine.name} is lost: {why}", flush=True)
         lost.machine.is_lost = True

@@ -212,16 +212,20 @@ class Sweep:
 
         All ranks must call it.
         """
-        directory, text = job.directory.parent, "stopped before it started"
-        if self.broadcast(f"skip{job.number}", lambda: is_stop_requested(directory, job.number)):
-            self.write_state(job, "preempted", error=text)
-        elif failed := self.broadcast(f"failed{job.number}", self.find_failed):
-            text = f"not started, because {failed} has failed"
-        else:
-            return False
-        if self.rank_info.rank == 0:
-            print(f"{job.label} was {text}", flush=True)
-        return True
+        stopped = "stopped before it started"
+
+        def find_reason() -> str:
+            if is_stop_requested(job.directory.parent, job.number):
+                return stopped
+            failed = self.find_failed()
+            return f"not started, because {failed} has failed" if failed else ""
+
+        reason = self.broadcast(f"skip{job.number}", find_reason)
+        if reason == stopped:
+            self.write_state(job, "preempted", error=reason)
+        if reason and self.rank_info.rank == 0:
+            print(f"{job.label} was {reason}", flush=True)
+        return bool(reason)
 
     def find_failed(self) -> str:
         """Return the label of a job whose failure stops the sweep; empty if there is none."""

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 from commands import Commands, newest_step, wait_until
-from custom_files import SLOW, SLOWLY, write_files
+from custom_files import SLOW, write_files
+from machine_runs import JOB, LONG, TINY, check_end_with_command, run_undisturbed
 from namespaces import why_not
 from ray_cluster import ENV, HEAD, RayCluster
 from worlds import only_run, run
@@ -25,12 +26,6 @@ pytestmark = [
     pytest.mark.thorough,
     pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra ray"),
 ]
-
-TINY = ("model=mlp", "parallel=ddp", "threads=1", "logger=none", "backend=gloo", "epochs=1")
-LONG = (
-    "model=mlp", "parallel=ddp", "threads=1", "logger=none", "backend=gloo", "epochs=1000", *SLOWLY,
-    "backend.timeout_s=8", "checkpoint.every_steps=20",
-)  # fmt: skip
 
 
 class Cluster:
@@ -122,18 +117,13 @@ def test_the_ranks_save_and_end_with_the_command(
 ) -> None:
     write_files(tmp_path, SLOW)
     process = cluster.start(*LONG, "max_steps=100000", "launcher.nodes=2", "launcher.nproc_per_node=1")
-    wait_until(lambda: newest_step(tmp_path) >= 20, process)
-    os.killpg(process.pid, number)
-    assert commands.finish(process).returncode == (143 if number == signal.SIGINT else -number)
-    cluster.wait_until_idle()
-    result = only_run(tmp_path).result
-    assert result["state"] == "preempted" and newest_step(tmp_path) == result["step"]
+    check_end_with_command(process, number, commands, tmp_path, cluster.wait_until_idle)
 
 
 @pytest.mark.fault("kill -9 of all processes of the Ray node of rank 0", outcome="survived")
 def test_a_lost_node_is_replaced(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
     write_files(tmp_path, SLOW)
-    whole = run(tmp_path / "whole", 2, *[word for word in LONG if word not in SLOWLY], "max_steps=120")
+    whole = run_undisturbed(tmp_path, 2, *LONG, "max_steps=120")
     two = ("launcher.nodes=2", "launcher.nproc_per_node=1", "launcher.max_restarts=2")
     process = cluster.start(*LONG, *two, "max_steps=120")
     wait_until(lambda: newest_step(tmp_path) >= 20, process)
@@ -162,10 +152,9 @@ def test_the_run_continues_on_the_nodes_that_are_left(cluster: Cluster, commands
 @pytest.mark.fault("kill -9 of all processes of a Ray node on which a sweep runs", outcome="survived")
 def test_the_jobs_of_a_lost_node_run_on_the_others(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
     write_files(tmp_path, SLOW)
-    words = [word for word in LONG if word != "parallel=ddp"]
-    whole = run(tmp_path / "whole", 1, *[word for word in words if word not in SLOWLY], "max_steps=40", "seed=1")
+    whole = run_undisturbed(tmp_path, 1, *JOB, "max_steps=40", "seed=1")
     options = ("hydra.launcher.nodes=3", "hydra.launcher.slots=1", "max_steps=40", "run_id=grid", "seed=0,1,2,3,4,5")
-    process = cluster.start_sweep(*words, *options)
+    process = cluster.start_sweep(*JOB, *options)
     sweep = tmp_path / "outputs" / "run" / "grid"
     lost = sweep / "1-seed-1"
     wait_until(lambda: (lost / "checkpoints" / "step_20").exists(), process)

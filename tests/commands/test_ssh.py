@@ -1,7 +1,6 @@
 """Runs on machines that ssh reaches: lost and unreachable machines, and what is left on them."""
 
 import json
-import os
 import re
 import signal
 import time
@@ -11,7 +10,8 @@ from subprocess import Popen
 
 import pytest
 from commands import Commands, newest_step, wait_until
-from custom_files import SLOW, SLOWLY, write_files
+from custom_files import SLOW, write_files
+from machine_runs import JOB, LONG, TINY, check_end_with_command, run_undisturbed
 from namespaces import Hosts, why_not
 from worlds import only_run, run
 
@@ -20,11 +20,6 @@ from runner.records.ledger import read_ledger
 
 pytestmark = pytest.mark.thorough
 
-TINY = ("model=mlp", "parallel=ddp", "threads=1", "logger=none", "backend=gloo", "epochs=1")
-LONG = (
-    "model=mlp", "parallel=ddp", "threads=1", "logger=none", "backend=gloo", "epochs=1000", *SLOWLY,
-    "backend.timeout_s=8", "checkpoint.every_steps=20",
-)  # fmt: skip
 SUBMITTER = 3
 
 
@@ -104,12 +99,7 @@ def test_the_ranks_save_and_end_with_the_command(
 ) -> None:
     write_files(tmp_path, SLOW)
     process = cluster.start(*LONG, "max_steps=100000")
-    wait_until(lambda: newest_step(tmp_path) >= 20, process)
-    os.killpg(process.pid, number)
-    assert commands.finish(process).returncode == (143 if number == signal.SIGINT else -number)
-    cluster.wait_until_idle()
-    result = only_run(tmp_path).result
-    assert result["state"] == "preempted" and newest_step(tmp_path) == result["step"]
+    check_end_with_command(process, number, commands, tmp_path, cluster.wait_until_idle)
 
 
 @pytest.mark.fault("power failure of a host that ssh has reached", outcome="survived")
@@ -159,9 +149,8 @@ def test_the_run_continues_on_the_machines_that_are_left(cluster: Cluster, comma
 @pytest.mark.fault("power failure of one of the hosts on which a sweep runs by ssh", outcome="survived")
 def test_the_jobs_of_a_lost_machine_run_on_the_others(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
     write_files(tmp_path, SLOW)
-    words = [word for word in LONG if word != "parallel=ddp"]
-    whole = run(tmp_path / "whole", 1, *[word for word in words if word not in SLOWLY], "max_steps=40", "seed=1")
-    process = cluster.start_sweep(*words, "max_steps=40", "run_id=grid", "seed=0,1,2")
+    whole = run_undisturbed(tmp_path, 1, *JOB, "max_steps=40", "seed=1")
+    process = cluster.start_sweep(*JOB, "max_steps=40", "run_id=grid", "seed=0,1,2")
     sweep = tmp_path / "outputs" / "run" / "grid"
     wait_until(lambda: (sweep / "1-seed-1" / "checkpoints" / "step_20").exists(), process)
     cluster.hosts.lose(2, commands, cluster.servers[2])

@@ -19,7 +19,7 @@ from runner.distributed.environment import RankInfo
 from runner.distributed.failures.signals import INTERRUPTED, Stopped, interruptible, signals_deferred
 from runner.errors import InputError, JobFailed, Preempted, print_messages
 from runner.launchers.contract import Launcher
-from runner.launchers.env import check_options
+from runner.launchers.env import check_gpus, check_options
 from runner.launchers.kubernetes.followed_job import FollowedJob, end_of, wait_until_deleted
 from runner.launchers.kubernetes.kubectl import Api, ApiError, connect
 from runner.launchers.kubernetes.manifest import (
@@ -80,11 +80,7 @@ class Kubernetes(Launcher):
             raise ValueError(
                 "launcher.image=null must name a container image with the runner; add launcher.image=IMAGE"
             )
-        if self.gpus_per_node is not None and self.gpus_per_node < self.nproc_per_node:
-            raise ValueError(
-                f"launcher.nproc_per_node={self.nproc_per_node} needs a GPU each, and launcher.gpus_per_node="
-                f"{self.gpus_per_node} is less; use equal values"
-            )
+        check_gpus(self.nproc_per_node, self.gpus_per_node)
         for option, keys in RESERVED.items():
             for key in keys:
                 if key in (getattr(self, option) or {}):

@@ -10,7 +10,7 @@ from runner.distributed.environment import RankInfo
 from runner.distributed.rendezvous import serve_store
 from runner.errors import InputError
 from runner.launchers.contract import Launcher
-from runner.launchers.env import check_options
+from runner.launchers.env import check_gpus, check_options
 from runner.launchers.machine_run import AgentWorld, outputs_of, run_on_machines
 from runner.launchers.machines import check_machines
 from runner.launchers.ray.nodes import RayNodes
@@ -43,11 +43,7 @@ class Ray(Launcher):
                 f"launcher.nodes={self.nodes} needs launcher.max_restarts, because the ranks start again without those "
                 "of a lost node; try launcher.max_restarts=3"
             )
-        if self.gpus_per_node and self.gpus_per_node < self.nproc_per_node:
-            raise ValueError(
-                f"launcher.nproc_per_node={self.nproc_per_node} needs a GPU each, but "
-                f"launcher.gpus_per_node={self.gpus_per_node}"
-            )
+        check_gpus(self.nproc_per_node, self.gpus_per_node)
         self.world_size = most * self.nproc_per_node if least == most else None
 
     def launch(self, request: Request, rank_info: RankInfo) -> dict[str, float]:

@@ -17,7 +17,7 @@ from runner.distributed.environment import PORTS, RankInfo
 from runner.distributed.failures.signals import Stopped, interruptible
 from runner.errors import InputError
 from runner.launchers.contract import Queue
-from runner.launchers.env import check_options
+from runner.launchers.env import check_gpus, check_options
 from runner.launchers.slurm import script
 from runner.launchers.slurm.queue import POLL_S, check_sbatch, follow, last_job, leave_queued, query_ended, submit
 from runner.records.frozen_code import freeze_code
@@ -63,11 +63,7 @@ class Slurm(Queue):
     def __post_init__(self) -> None:
         counts = ("nodes", "nproc_per_node", "signal_s", "parallel_jobs", "cpus_per_node", "gpus_per_node")
         check_options(self.join_timeout_s, self.max_restarts, **{name: getattr(self, name) for name in counts})
-        if self.gpus_per_node is not None and self.gpus_per_node < self.nproc_per_node:
-            raise ValueError(
-                f"launcher.nproc_per_node={self.nproc_per_node} needs a GPU each, and launcher.gpus_per_node="
-                f"{self.gpus_per_node} is less; use equal values"
-            )
+        check_gpus(self.nproc_per_node, self.gpus_per_node)
         if isinstance(self.time, int) and self.time >= 60:
             raise ValueError(
                 f"launcher.time={self.time} must be below 60 as a number of minutes; write a longer time in quotes, as "
