@@ -62,6 +62,7 @@ class Starter:
             _write(process, early)
             status = process.wait()
             del self._processes[key]
+            _close(process)
             if time.monotonic() - self._called_at > self._silence_s:
                 status = LOST
             return Ended(status, b"" if path else _tail(output), _tail(errors))
@@ -79,9 +80,7 @@ class Starter:
     def close(self, key: int) -> None:
         """End the input of a process."""
         for process in self._find(key):
-            assert process.stdin is not None
-            with contextlib.suppress(OSError):
-                process.stdin.close()
+            _close(process)
 
     def kill(self, key: int) -> None:
         """Kill a process with its group."""
@@ -98,6 +97,12 @@ def _write(process: subprocess.Popen[bytes], content: bytes) -> None:
     with contextlib.suppress(OSError, ValueError):  # it has exited; ValueError: it was closed meanwhile
         process.stdin.write(content)
         process.stdin.flush()
+
+
+def _close(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(OSError):  # it has exited before it received everything
+        process.stdin.close()
 
 
 def _tail(file: IO[bytes]) -> bytes:
