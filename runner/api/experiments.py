@@ -58,7 +58,7 @@ def train(overrides: Iterable[str] = (), config_dirs: Directories = ()) -> Run:
                 launcher = make_launcher(request.config.launcher, request.config.debug)
                 if launches_jobs(request.config.task):
                     raise InputError(f"task={request.command.choices['task']} is not a single run; run it in a shell")
-                if launcher.queues or launcher.started_on_each or launcher.is_remote:
+                if launcher.queues or launcher.started_on_each:
                     name = request.command.choices["launcher"]
                     raise InputError(f"launcher={name} also runs on other machines; run it in a shell")
                 destination = replace(request.destination, file=str(directory_file))

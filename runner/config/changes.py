@@ -111,6 +111,8 @@ def check_resumable(config: Config, choices: Mapping[str, str | None]) -> list[s
         run = named_directory(config.run_id, config.name, config.outputs)
         if run and is_sweep(run):
             return [f"run_id={config.run_id} is a sweep; add -m to resume it, or type another run_id"]
+        if run and "/" in str(config.run_id) and not is_sweep(run.parent):
+            return [f"run_id={config.run_id} must name a job of a sweep, but {run.parent} is none"]
         if run and (run / OVERRIDES).is_file():
             return _check_named(run, config, choices)
         if config.fork and locate(config.task[TARGET]).trains:

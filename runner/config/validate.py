@@ -175,7 +175,8 @@ def check_values(config: Config) -> list[str]:
     name = config.checkpoint.load
     if name not in (LAST, BEST) and not STEP.fullmatch(name):
         messages.append(f"checkpoint={name} must be last, best or step_N{near_hint(name, [LAST, BEST])}")
-    for key, text in (("name", config.name), ("run_id", config.run_id)):
+    sweep, _, job = (config.run_id or "").rpartition("/")  # SWEEP/JOB is a job of an existing sweep
+    for key, text in (("name", config.name), ("run_id", sweep or None), ("run_id", config.run_id and job)):
         if text is not None and not NAME.fullmatch(text):
             messages.append(
                 f"{key}={text} must be 1 to 64 letters, digits, '.', '_' or '-', the first a letter or digit"

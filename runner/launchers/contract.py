@@ -32,7 +32,7 @@ class Queue(Launcher):
 
     A queue derives from this class, and defines `launch`, `submit_sweep` and `find_ended`. `launch` submits a single
     run. The job starts `python -m runner` with the overrides of the request and with its directory in RUNNER_DIRECTORY,
-    which keeps the run from being submitted again.
+    which keeps the run from being submitted again, or with another launcher and `run_id`.
     """
 
     starts_processes: bool = True

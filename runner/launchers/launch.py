@@ -44,16 +44,17 @@ def launch(request: Request, rank_info: RankInfo, launcher: Launcher | None = No
     launcher = launcher or make_launcher(config.launcher, config.debug)
     if launcher.queues and rank_info.directory:  # this process belongs to the queued job
         launcher = Env(launcher.join_timeout_s)
+    if launches_jobs(config.task) and launcher.is_remote:
+        raise InputError(
+            f"launcher={choices['launcher']}: task={choices['task']} runs on this machine; leave the launcher out"
+        )
     if launcher.queues:
         check_queueable(config.task, choices)
-        locate_initial_weights(initial_weights_path(config.init_from, config.task), request.destination.directory)
+        if not launcher.is_remote:
+            locate_initial_weights(initial_weights_path(config.init_from, config.task), request.destination.directory)
         if request.queued_overrides:
             request = replace(request, command=replace(request.command, overrides=request.queued_overrides))
     if launches_jobs(config.task):
-        if launcher.is_remote:
-            raise InputError(
-                f"launcher={choices['launcher']}: task={choices['task']} runs on this machine; leave the launcher out"
-            )
         task: LaunchingTask = make_task(config.task, LaunchingTask)
         return task.launch_jobs(request, rank_info)
     if launcher.starts_processes and not rank_info.may_start_processes:

@@ -37,11 +37,6 @@ def check_launchers(
             "launcher.nodes: each machine would create its own sweep; use torchrun --nnodes ... -m runner -m ..."
         )
     for (_, chosen), launcher in zip(jobs, launchers, strict=True):
-        if launcher.is_remote:
-            raise InputError(
-                f"launcher={chosen['launcher']} starts single runs; for several, type a command for each, with "
-                "launcher.wait=false"
-            )
         if launcher.uses_machines and chosen["hydra/launcher"] != "basic":
             raise InputError(
                 f"launcher={chosen['launcher']} starts a job on several machines; with hydra/launcher="

@@ -17,6 +17,7 @@ from kubernetes_api import Job, KubernetesApi
 from worlds import Run, run
 
 from runner.records.attempts import read_attempts
+from runner.records.ledger import read_ledger
 
 pytestmark = pytest.mark.thorough
 
@@ -184,3 +185,24 @@ def test_a_failed_run_ends_the_job_and_its_command_starts_it_again(cluster: Clus
     done = cluster.finish(*words, "run_id=baseline")
     assert done.returncode == 0, done.stdout + done.stderr
     assert cluster.run("baseline").result["state"] == "finished"
+
+
+@pytest.mark.fault("kill -9 of a command that has queued a sweep on Kubernetes", outcome="survived")
+def test_a_sweep_replaces_failed_jobs_and_adds_others(cluster: Cluster, tmp_path: Path) -> None:
+    write_files(tmp_path, FAILING)
+    words = (*TINY, "max_steps=12", "--config-dir=mine", "+callbacks.failing._target_=failing.Failing")
+    launcher = ("launcher.nodes=1", "launcher.max_restarts=0")
+    killed = cluster.start("-m", *words, *launcher, "seed=1")
+    wait_until(lambda: any(job.conditions for job in cluster.api.jobs.values()), killed)
+    killed.kill()
+    killed.wait(timeout=60)
+    (sweep,) = cluster.runs.iterdir()
+    assert [*cluster.api.jobs] == [f"{sweep.name}-0"]
+    (tmp_path / "fixed").touch()
+    done = cluster.finish("-m", "resume=last", *launcher, "seed=1,2")
+    assert done.returncode == 0 and "2 of 2 jobs finished" in done.stdout, done.stdout + done.stderr
+    jobs = read_ledger(sweep)
+    assert [(job.label, job.state) for job in jobs] == [("0", "finished"), ("1-seed-2", "finished")]
+    assert [len([*read_attempts(job.directory)]) for job in jobs] == [2, 1]
+    here = run(tmp_path / "here", 1, *TINY, "max_steps=12", "seed=1")
+    assert Run(jobs[0].directory).result["weights_sha256"] == here.result["weights_sha256"]

@@ -163,7 +163,9 @@ def test_the_end_of_the_job_is_that_of_the_command(here: Here, api: KubernetesAp
         (("PATH=",), "launcher=kubernetes needs kubectl, which is not on this machine"),
         (("outputs=outputs",), "outputs=outputs must be in a volume of the pods"),
         (("task=plan",), "run_id=baseline has no effect on task=plan"),
-        (("-m", "seed=1,2"), "launcher=kubernetes starts single runs; for several, type a command for each"),
+        (("-m", "seed=1,2", "run_id=", "launcher.namespace=nowhere"), 'namespaces "nowhere" not found'),
+        (("-m", "hydra/sweeper=optuna", "optimizer.lr=interval(0.1,0.2)"), "launcher=kubernetes queues jobs, but"),
+        (("run_id=sweep/0-a",), "run_id=sweep/0-a must name a job of a sweep, but "),
         (("run_id=" + "a" * 62,), "is too long for the names of pods; type at most 59 characters"),
     ],
 )

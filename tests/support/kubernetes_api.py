@@ -220,6 +220,8 @@ class KubernetesApi:
             pods = [pod for job in self.jobs.values() for pod in job.pods if pod.name == match[1]]
             lines = [line for pod in pods for line in pod.lines if line[:19] >= query.get("sinceTime", "")[:19]]
             return 200, "".join(f"{line}\n" for line in lines)
+        if parts.path.endswith("/jobs"):
+            return 200, {"items": [job.as_object() for job in self.jobs.values() if not self._is_gone(job)]}
         name = parts.path.rpartition("/")[2]
         if (job := self.jobs.get(name)) and not self._is_gone(job):
             return 200, job.as_object()

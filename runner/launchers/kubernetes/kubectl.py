@@ -11,6 +11,7 @@ from urllib.parse import quote
 
 from runner.errors import InputError
 
+OWNER = {"app.kubernetes.io/managed-by": "experiment-runner"}  # the label of Jobs that the launcher may replace
 REQUEST_TIMEOUT_S = 5  # kubectl may try twice
 TIMEOUT_S = 60.0  # of kubectl itself, which may run a plugin for the credentials
 
@@ -40,6 +41,11 @@ class Api:
 
     def get(self, resource: str) -> dict[str, Any]:
         return dict(json.loads(self._call("get", self._path(resource))))
+
+    def jobs(self) -> list[dict[str, Any]]:
+        """Return the Jobs that launchers have created."""
+        selector = quote(",".join(f"{key}={value}" for key, value in OWNER.items()))
+        return list(json.loads(self._call("get", f"{self._path('jobs')}?labelSelector={selector}"))["items"])
 
     def pods(self, job: str) -> list[dict[str, Any]]:
         """Return the pods of the Job, the newest last."""

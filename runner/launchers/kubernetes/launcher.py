@@ -1,4 +1,4 @@
-"""launcher=kubernetes: a run as an Indexed Job, which kubectl creates and follows."""
+"""launcher=kubernetes: a run as an Indexed Job, which kubectl creates and follows, and a sweep as one Job per run."""
 
 import json
 import re
@@ -18,12 +18,11 @@ from runner.config.request import Request
 from runner.distributed.environment import RankInfo
 from runner.distributed.failures.signals import INTERRUPTED, Stopped, interruptible, signals_deferred
 from runner.errors import InputError, JobFailed, Preempted, print_messages
-from runner.launchers.contract import Launcher
+from runner.launchers.contract import Queue
 from runner.launchers.env import check_gpus, check_options
-from runner.launchers.kubernetes.followed_job import FollowedJob, end_of, wait_until_deleted
-from runner.launchers.kubernetes.kubectl import Api, ApiError, connect
+from runner.launchers.kubernetes.followed_job import POLL_S, FollowedJob, end_of, wait_until_deleted
+from runner.launchers.kubernetes.kubectl import OWNER, Api, ApiError, connect
 from runner.launchers.kubernetes.manifest import (
-    OWNER,
     RESERVED,
     SERVICE,
     Object,
@@ -40,7 +39,7 @@ MAX_NAME = 63  # of a name in DNS
 
 
 @dataclass
-class Kubernetes(Launcher):
+class Kubernetes(Queue):
     """launcher=kubernetes; conf/launcher/kubernetes.yaml documents the options."""
 
     image: str | None = None
@@ -67,7 +66,6 @@ class Kubernetes(Launcher):
     max_restarts: int = 3
     join_timeout_s: float = 600.0
 
-    starts_processes = True
     is_remote = True
 
     def __post_init__(self) -> None:
@@ -81,6 +79,7 @@ class Kubernetes(Launcher):
                 "launcher.image=null must name a container image with the runner; add launcher.image=IMAGE"
             )
         check_gpus(self.nproc_per_node, self.gpus_per_node)
+        self._submitted: list[str] = []  # the names of the sweep's jobs
         for option, keys in RESERVED.items():
             for key in keys:
                 if key in (getattr(self, option) or {}):
@@ -98,8 +97,7 @@ class Kubernetes(Launcher):
         job = self._render(run_id, arguments)
         _check_outputs(config.outputs, job)
         if self.dry_run:
-            objects = [SERVICE, job] if self._num_pods > 1 else [job]
-            print(yaml.safe_dump_all(json.loads(json.dumps(objects)), sort_keys=False), end="")  # without anchors
+            self._print(job)
             return {}
         if given or config.run_id:
             again = "the same command"
@@ -111,6 +109,61 @@ class Kubernetes(Launcher):
         run = find_run(directory)
         return run.metrics if run.state in DONE else {}
 
+    def submit_sweep(self, jobs: Sequence[Request], directory: Path) -> list[str]:
+        """Print or create the Jobs. Return their names as CONTEXT/NAMESPACE/JOB; [] if they are printed."""
+        names = []
+        for request in jobs:
+            run = Path(str(request.destination.directory))
+            arguments = self._arguments(request, f"{directory.name}/{run.name}")
+            job = self._render(f"{directory.name}-{run.name.partition('-')[0]}", arguments)
+            _check_outputs(request.config.outputs, job)
+            if self.dry_run:
+                self._print(job)
+                continue
+            api = connect(self.context, self.namespace)
+            try:
+                self._create_service(api)
+                while not (_create_job(api, job) or self._find(api, job, keeps_complete=False)):
+                    pass  # the previous Job of this name has been deleted
+            except ApiError as error:
+                raise InputError(f"launcher=kubernetes: {error}") from None
+            names.append(f"{self.context or ''}/{api.namespace}/{job['metadata']['name']}")
+        self._submitted += names
+        return names
+
+    @classmethod
+    def find_ended(cls, names: Sequence[str]) -> set[str]:
+        known: dict[tuple[str, str], set[str]] = {}  # the Jobs that wait or run, by context and namespace
+        ended = set()
+        for name in names:
+            context, namespace, job = name.rsplit("/", 2)
+            if (context, namespace) not in known:
+                api = connect(context or None, namespace)
+                try:
+                    known[context, namespace] = {job["metadata"]["name"] for job in api.jobs() if not end_of(job)}
+                except ApiError:
+                    return set()
+            if job not in known[context, namespace]:
+                ended.add(name)
+        return ended
+
+    def max_jobs(self) -> int:
+        """Return 1, so that each Job is recorded as soon as it exists."""
+        return 1
+
+    def wait_for_sweep(self) -> bool:
+        """With launcher.wait, return when all Jobs of the sweep have ended. Return True if the method waited."""
+        left = set(self._submitted)
+        try:
+            with interruptible():
+                while self.wait and (left := left - self.find_ended([*left])):
+                    time.sleep(POLL_S)
+        except (KeyboardInterrupt, Stopped):
+            jobs = " ".join(sorted(name.rpartition("/")[2] for name in left))
+            print(f"\nthe Jobs continue; `kubectl delete job {jobs}` ends them", file=sys.stderr, flush=True)
+            raise SystemExit(INTERRUPTED) from None
+        return self.wait
+
     def _run(self, api: Api, job: Object, again: str) -> None:
         """Return once the Job is complete, or exists without `wait`. Raise JobFailed, and Preempted after Ctrl-C.
 
@@ -121,13 +174,10 @@ class Kubernetes(Launcher):
         followed = FollowedJob(api, name)
         try:
             with interruptible():
-                if self._num_pods > 1:
-                    _create(api, "services", SERVICE)
+                self._create_service(api)
                 while found is None:
                     with signals_deferred():  # so that `found` is known when they raise Stopped
-                        found = _create(api, "jobs", job)
-                        if found:
-                            print(f"created Job {name} in namespace {api.namespace}", flush=True)
+                        found = _create_job(api, job)
                     found = found or self._find(api, job)
                 if end_of(found):
                     print(f"Job {name} in namespace {api.namespace} is finished", flush=True)
@@ -140,8 +190,15 @@ class Kubernetes(Launcher):
                 raise Preempted(str(stopped)) from None
             _stop(api, name, followed, str(stopped), again)
 
-    def _find(self, api: Api, job: Object) -> Object | None:
-        """Return the existing Job of this name. Return None after the deletion of one that must be replaced."""
+    def _create_service(self, api: Api) -> None:
+        if self._num_pods > 1:
+            _create(api, "services", SERVICE)
+
+    def _find(self, api: Api, job: Object, keeps_complete: bool = True) -> Object | None:
+        """Return the existing Job of this name. Return None after the deletion of one that must be replaced.
+
+        keeps_complete: a complete Job with the same command need not be replaced.
+        """
         name = job["metadata"]["name"]
         found = api.get(f"jobs/{name}")
         labels, end = found["metadata"].get("labels", {}), end_of(found)
@@ -152,7 +209,7 @@ class Kubernetes(Launcher):
                 f"launcher=kubernetes: Job {name} in namespace {api.namespace} has another command; type another "
                 f"run_id, or end it by `kubectl delete job {name}`"
             )
-        if not is_deleted and (end is None or (is_same and end[0] == "Complete")):
+        if not is_deleted and (end is None or (keeps_complete and is_same and end[0] == "Complete")):
             if end is None:
                 print(f"Job {name} in namespace {api.namespace} exists already", flush=True)
             return found
@@ -163,7 +220,7 @@ class Kubernetes(Launcher):
 
     def _arguments(self, request: Request, run_id: str) -> list[str]:
         """Return the arguments of the run in the pods, where each start resumes it."""
-        given = request.queued_overrides or request.command.overrides
+        given = request.command.overrides
         kept = [text for text in given if re.split("[.=@]", text.lstrip("+~"))[0] not in ("launcher", "run_id")]
         task = locate(request.config.task["_target_"])
         own = [f"run_id={run_id}"] if task.trains and not task.reads_run else []
@@ -172,6 +229,11 @@ class Kubernetes(Launcher):
         paths = [Path(text) for text in request.command.config_dirs]
         dirs = [str(path.relative_to(here) if path.is_relative_to(here) else path) for path in paths]
         return [*(f"--config-dir={path}" for path in dirs), *kept, *own]
+
+    def _print(self, job: Object) -> None:
+        objects = [SERVICE, job] if self._num_pods > 1 else [job]
+        text = yaml.safe_dump_all(json.loads(json.dumps(objects)), explicit_start=True, sort_keys=False)
+        print(text, end="")  # json removes what YAML would write as anchors
 
     def _render(self, run_id: str, arguments: Sequence[str]) -> Object:
         name = re.sub("[^a-z0-9]+", "-", run_id.lower()).strip("-")
@@ -206,6 +268,14 @@ def _create(api: Api, resource: str, body: Object) -> Object | None:
         if error.reason != "AlreadyExists":
             raise
         return None
+
+
+def _create_job(api: Api, job: Object) -> Object | None:
+    """Create the Job and return it. Return None if one of this name exists already."""
+    created = _create(api, "jobs", job)
+    if created:
+        print(f"created Job {job['metadata']['name']} in namespace {api.namespace}", flush=True)
+    return created
 
 
 def _check_end(name: str, end: tuple[str, str] | None) -> None:

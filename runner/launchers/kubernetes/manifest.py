@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from runner.launchers.kubernetes.kubectl import OWNER
 from runner.launchers.torchrun import MASTER_PORT, REPEAT
 
 Object = dict[str, Any]
 CONTAINER = "runner"
-OWNER = {"app.kubernetes.io/managed-by": "experiment-runner"}  # the label of Jobs that the launcher may replace
 SERVICE: Object = {  # shared by all runs of a namespace; it also publishes pods that are not ready
     "apiVersion": "v1",
     "kind": "Service",
