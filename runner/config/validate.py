@@ -181,13 +181,20 @@ def check_values(config: Config) -> list[str]:
             messages.append(
                 f"{key}={text} must be 1 to 64 letters, digits, '.', '_' or '-', the first a letter or digit"
             )
-    path = Path(config.outputs).absolute()
-    existing = next(each for each in (path, *path.parents) if each.exists())
     if not config.outputs:
         messages.append("outputs= must be the path of a directory; try outputs=outputs")
-    elif not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)) and not _is_remote(config.launcher):
-        messages.append(f"outputs={config.outputs} must be writable, but {existing} is no writable directory")
+    elif not _is_remote(config.launcher):
+        messages.extend(check_outputs(config.outputs))
     return messages
+
+
+def check_outputs(outputs: str) -> list[str]:
+    """Return a message unless the directory is writable, or can be created."""
+    path = Path(outputs).absolute()
+    existing = next(each for each in (path, *path.parents) if each.exists())
+    if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
+        return []
+    return [f"outputs={outputs} must be writable, but {existing} is no writable directory"]
 
 
 def _is_remote(launcher: Mapping[str, Any]) -> bool:

@@ -10,6 +10,7 @@ from runner.config.diagnostics.import_target import locate
 from runner.config.help.config_tree import ConfigTree
 from runner.config.request import Request
 from runner.config.schema import Config
+from runner.config.validate import check_outputs
 from runner.distributed.environment import RankInfo
 from runner.errors import InputError, JobFailed, print_messages
 from runner.launchers.contract import Queue
@@ -60,6 +61,8 @@ def check_launchers(
         if applies:
             raise InputError(f"launcher={named['launcher']} queues jobs, but {conflict}; use only one of the two")
     for (config, chosen), queue in zip(jobs, queues, strict=True):
+        if queue.is_remote and not queue.dry_run and (messages := check_outputs(config.outputs)):
+            raise InputError(*messages)  # the ledger is on this machine
         check_queueable(config.task, chosen)
         if queue.world_size is not None:
             check_ahead(config, chosen, queue.world_size)
