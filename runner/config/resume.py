@@ -28,7 +28,7 @@ from runner.records.ledger import LEDGER, is_sweep, read_ledger, read_sweep
 from runner.records.logged_numbers import check_comparable
 from runner.records.run_files import read_string_list
 from runner.records.run_record import find_run
-from runner.records.settings import OVERRIDES
+from runner.records.settings import CONFIG_DIR, OVERRIDES, split_words
 
 ALIASES = {"checkpoint": "checkpoint.load", "init_from": "init_from.path", "diff.with": "diff.other"}
 # These tasks read directories as data: no recorded override is composed. Each maps to the kind of its directories.
@@ -40,7 +40,6 @@ POINTERS = ("run", "resume", "fork")  # keys that name a run whose overrides are
 LOCATIONS = (*POINTERS, "outputs", "name")
 # Recorded values do not apply to a new run: its command chooses where results are written.
 OF_RESULTS = ("outputs", "name", "run_id", "export.output", "predict.output", "report.output")
-_FLAG = "--config-dir="
 OVER = "report.over"  # also a key of a sweep, for the table at its end
 STOP_ON_FAILURE = "sweep.stop_on_failure"
 
@@ -213,8 +212,7 @@ def read_arguments(run: Path, named: str, trust: Any = None) -> tuple[list[str],
     """Return the overrides and the custom directories that a run recorded. Raise InputError as `check_trusted` does."""
     recorded = read_string_list(run / OVERRIDES)
     check_trusted(named, run, recorded, trust)
-    directories = [word.removeprefix(_FLAG) for word in recorded if word.startswith(_FLAG)]
-    return [word for word in recorded if not word.startswith("--")], directories
+    return split_words(recorded)
 
 
 def _merge(recorded: list[str], given: list[Override]) -> list[str]:
@@ -246,7 +244,7 @@ def _resume_sweep(command: _Command) -> Arguments:
         recorded, jobs = read_sweep(path), read_ledger(path)
     except OSError as error:
         raise InputError(f"{named}: its {LEDGER} cannot be read ({error}); start a new sweep") from None
-    words = [*(f"{_FLAG}{directory}" for directory in recorded.config_dirs), *recorded.typed]
+    words = [*(f"{CONFIG_DIR}{directory}" for directory in recorded.config_dirs), *recorded.typed]
     check_trusted(named, path, [*words, *(word for job in jobs for word in job.overrides)], values.get("trust"))
     others = [each for each in command.given if each.key_or_group not in ("resume", "resume_force", "trust")]
     # Values that add jobs apply once and are not recorded; Hydra's options, such as its launcher, are recorded.
@@ -306,7 +304,7 @@ def _merge_dirs(named: str, recorded: Sequence[str], config_dirs: Sequence[str])
     """Return the recorded directories and then those of the command, which may replace missing ones."""
     missing = [directory for directory in recorded if not Path(directory).is_dir()]
     if missing and not config_dirs:
-        raise InputError(f"{named}: its {_FLAG}{missing[0]} no longer exists; add --config-dir=NEW_LOCATION")
+        raise InputError(f"{named}: its {CONFIG_DIR}{missing[0]} no longer exists; add --config-dir=NEW_LOCATION")
     existing = [directory for directory in recorded if directory not in missing]
     return absolute_dirs([*existing, *config_dirs])
 

@@ -24,7 +24,16 @@ from runner.records.run_files import (
     write_atomically,
 )
 from runner.records.run_lock import living_owner
-from runner.records.settings import CONFIG, OVERRIDES, Section, by_key, read_overrides, read_settings, to_text
+from runner.records.settings import (
+    CONFIG,
+    OVERRIDES,
+    Section,
+    by_key,
+    read_overrides,
+    read_settings,
+    split_words,
+    to_text,
+)
 
 RESULT = "result.json"
 RUNNING, LOST, NOT_RUN = "running", "lost", "not run"
@@ -130,12 +139,12 @@ class RunRecord:
     @functools.cached_property
     def overrides(self) -> list[str]:
         """The overrides of the command line."""
-        return [text for text in self._typed if not text.startswith("--")]
+        return split_words(self._typed)[0]
 
     @property
     def config_dirs(self) -> list[str]:
         """The custom directories of the command line."""
-        return [text.removeprefix("--config-dir=") for text in self._typed if text.startswith("--config-dir=")]
+        return split_words(self._typed)[1]
 
     @functools.cached_property
     def overrides_by_key(self) -> dict[str, str]:

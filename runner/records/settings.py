@@ -17,6 +17,7 @@ import yaml
 from runner.records.run_files import SAFE_LOADER, read_bytes, read_mapping, read_string_list
 
 CONFIG, OVERRIDES = "config.yaml", "overrides.yaml"
+CONFIG_DIR = "--config-dir="
 _SECTION = re.compile(r"\n(?=[^\s-])")
 
 Section = Mapping[str, Any]  # values by dotted key; several runs may have the same object
@@ -39,6 +40,12 @@ def read_settings(path: Path | str, chosen: Section) -> Section:
 def read_overrides(path: Path | str) -> list[str]:
     """Return the list of strings in an overrides.yaml; empty if it is missing. Raises InputError if it is damaged."""
     return read_string_list(path) if os.path.exists(path) else []
+
+
+def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the overrides and the custom directories (`--config-dir=`) among the words of a command."""
+    directories = [word.removeprefix(CONFIG_DIR) for word in words if word.startswith(CONFIG_DIR)]
+    return [word for word in words if not word.startswith("--")], directories
 
 
 def by_key(overrides: Sequence[str]) -> dict[str, str]:

@@ -17,6 +17,7 @@ from runner.jobs.process_tuning import tune_process
 from runner.launchers.agent import run_agent
 from runner.launchers.contract import Launcher
 from runner.launchers.slurm.requeue import STOPPED
+from runner.records.settings import split_words
 
 
 def main() -> int:
@@ -53,9 +54,7 @@ def run_arguments(arguments: Sequence[str], launcher: Launcher, directory: str) 
 
     directory: of the run, which continues if it exists.
     """
-    prefix = "--config-dir="
-    config_dirs = [text.removeprefix(prefix) for text in arguments if text.startswith(prefix)]
-    overrides = [text for text in arguments if not text.startswith(prefix)]
+    overrides, config_dirs = split_words(arguments)
     rank_info = RankInfo(directory=directory)
     try:
         with composing(overrides, config_dirs, multirun=False) as composed:
