@@ -41,6 +41,15 @@ def check_gpus(nproc_per_node: int, gpus_per_node: int | None) -> None:
         )
 
 
+def check_restarts(given: str, min_nodes: int, max_nodes: int, max_restarts: int) -> None:
+    """Raise ValueError if a run is to continue without a lost machine, but must not restart. given: as key=value."""
+    if min_nodes < max_nodes and not max_restarts:
+        raise ValueError(
+            f"{given} needs launcher.max_restarts, because the ranks start again without those of a lost machine; try "
+            "launcher.max_restarts=3"
+        )
+
+
 def parse_nodes(nodes: Any, key: str = "launcher.nodes") -> tuple[int, int]:
     """Return the minimum and maximum number of nodes. Raise ValueError. key: for messages."""
     first, _, last = str(nodes).partition(":")

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import IO, ClassVar, NamedTuple, Protocol
 
 from runner.distributed.failures.signals import Stopped, handling_signals, interruptible
-from runner.errors import InputError, Preempted
+from runner.errors import InputError, Preempted, print_messages
 from runner.launchers.agent import Assignment
-from runner.launchers.host_facts import HostFacts, find_facts
+from runner.launchers.host_facts import HostFacts, find_facts, write_hashes
+from runner.records.frozen_code import code_files
 
 
 class Machine(NamedTuple):
@@ -77,10 +78,11 @@ class Machines(ABC):
         """Return why the machine is lost, given the end of an agent; None if the agent has ended by itself."""
 
 
-def check_machines(machines: Machines, outputs: Path) -> list[HostFacts]:
+def check_machines(machines: Machines, outputs: Path, config_dirs: Sequence[str]) -> list[HostFacts]:
     """Return the facts of the machines. Raise InputError, which names what is wrong on each of them."""
     existing = next(each for each in (outputs, *outputs.parents) if each.is_dir())
     with _until_stopped(), tempfile.NamedTemporaryFile(dir=existing, prefix=".shared-") as shared:
+        write_hashes(Path(shared.name), code_files(config_dirs))
         machines.reserve()
         own = find_facts(Path(shared.name))
         found = _find_all_facts(machines, shared.name)
@@ -88,12 +90,18 @@ def check_machines(machines: Machines, outputs: Path) -> list[HostFacts]:
     for machine, each in zip(machines.machines, found, strict=True):
         if isinstance(each, HostFacts):
             facts.append(each)
-            each = "; ".join(_differences(each, own, outputs))
+            each = "; ".join(_differences(each, own))
         if each:
             messages.append(f"{machines.key}={machine.name}: {each}")
     if messages:
         raise InputError(*messages)
     return facts
+
+
+def warn_of_used_gpus(key: str, facts: HostFacts, num_gpus: int) -> None:
+    """Print which of the first `num_gpus` GPUs of a machine are in use, and continue: the use may be about to end."""
+    if used := [text for text in facts.used_gpus[:num_gpus] if text]:
+        print_messages([f"warning: {key}: in use by other processes: {', '.join(used)}"])
 
 
 def _find_all_facts(machines: Machines, shared: str) -> list[HostFacts | str]:
@@ -121,7 +129,7 @@ def _until_stopped() -> Iterator[None]:
         raise Preempted(str(error)) from None
 
 
-def _differences(facts: HostFacts, own: HostFacts, outputs: Path) -> list[str]:
+def _differences(facts: HostFacts, own: HostFacts) -> list[str]:
     """Return what keeps the machine from running ranks of this command."""
     found = [
         f"{package} {facts.versions.get(package)}, but {version} here"
@@ -130,6 +138,4 @@ def _differences(facts: HostFacts, own: HostFacts, outputs: Path) -> list[str]:
     ]
     if facts.code != own.code and not found:
         found.append("another state of the runner's code than here")
-    if not facts.sees_file:
-        found.append(f"does not see the files in {outputs}; set outputs= to a shared directory")
-    return found
+    return found + facts.problems

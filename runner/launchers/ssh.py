@@ -10,9 +10,9 @@ from runner.distributed.environment import RankInfo
 from runner.distributed.network import is_loopback
 from runner.errors import InputError
 from runner.launchers.contract import Launcher
-from runner.launchers.env import check_options
+from runner.launchers.env import check_options, check_restarts
 from runner.launchers.machine_run import AgentWorld, outputs_of, run_on_machines
-from runner.launchers.machines import check_machines
+from runner.launchers.machines import check_machines, warn_of_used_gpus
 from runner.launchers.ssh_hosts import SshHosts
 from runner.launchers.torchrun import Torchrun
 
@@ -40,23 +40,23 @@ class Ssh(Launcher):
         num = len(self.hosts)
         if self.rdzv_endpoint is not None:
             Torchrun(nodes=num, rdzv_endpoint=self.rdzv_endpoint)  # checks it
-        if self.min_nodes is not None and self.min_nodes < num and not self.max_restarts:
-            raise ValueError(
-                f"launcher.min_nodes={self.min_nodes} needs launcher.max_restarts, because the ranks start again "
-                "without those of a lost machine; try launcher.max_restarts=3"
-            )
-        if self.min_nodes is not None and not 1 <= self.min_nodes <= num:
-            raise ValueError(f"launcher.min_nodes={self.min_nodes} must be from 1 to {num}, the number of hosts")
+        if self.min_nodes is not None:
+            given = f"launcher.min_nodes={self.min_nodes}"
+            check_restarts(given, self.min_nodes, num, self.max_restarts)
+            if not 1 <= self.min_nodes <= num:
+                raise ValueError(f"{given} must be from 1 to {num}, the number of hosts")
         num_ranks = sum(machine.num for machine in self._hosts.machines)
         self.world_size = num_ranks if self.min_nodes in (None, num) else None
 
     def launch(self, request: Request, rank_info: RankInfo) -> dict[str, float]:
         """Check the machines, and run an agent on each. Return the run's metrics, or raise as the job did."""
-        machines, is_gpu = self._hosts.machines, as_backend(request.config.backend).device_type() == "cuda"
-        facts = check_machines(self._hosts, outputs_of(request))
+        machines, backend = self._hosts.machines, as_backend(request.config.backend)
+        facts = check_machines(self._hosts, outputs_of(request), request.command.config_dirs)
         for machine, each in zip(machines, facts, strict=True):
-            if is_gpu and each.num_gpus < machine.num:
+            if each.num_gpus < machine.num and backend.device_type() == "cuda":
                 raise InputError(f"launcher.hosts={machine.name}: {each.num_gpus} GPUs for {machine.num} ranks")
+            if backend.device != "cpu":
+                warn_of_used_gpus(f"launcher.hosts={machine.name}", each, machine.num)
         if len(facts) > 1 and self.rdzv_endpoint is None and is_loopback(facts[0].address):
             raise InputError(
                 f"launcher.hosts={machines[0].name}: ssh reaches it by {facts[0].address}, which the other "

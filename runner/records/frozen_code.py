@@ -73,6 +73,13 @@ def freeze_code(directory: Path, config_dirs: Sequence[str], write: bool = True)
     return FrozenCode(path, [str(path / by_source[config_dir]) for config_dir in config_dirs], since)
 
 
+def code_files(config_dirs: Sequence[str]) -> list[Path]:
+    """Return the Python files of the directories, and those of other custom modules that have been imported."""
+    found = {file for path in config_dirs for _, file in _files_of(CUSTOM, Path(path)) if file.suffix == ".py"}
+    imported = (custom_file(name) for name in list(sys.modules))
+    return sorted(found | {file for file in imported if file is not None and file.is_file()})
+
+
 def find_frozen(directory: Path) -> Path | None:
     """Return the copy of an earlier submission in the directory of a run or a sweep, or of the run's sweep."""
     return next((path for path in find_copies(directory) if (path / ORIGIN).exists()), None)

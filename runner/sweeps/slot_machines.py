@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from runner.config.custom_dirs import searched_dirs
 from runner.config.diagnostics.import_target import locate_callable
 from runner.config.request import Request
 from runner.config.schema import Config
@@ -14,7 +15,7 @@ from runner.errors import InputError
 from runner.launchers.agent import Assignment
 from runner.launchers.agent_process import AgentProcess
 from runner.launchers.host_facts import HostFacts, find_facts
-from runner.launchers.machines import Agent, Machine, Machines, check_machines
+from runner.launchers.machines import Agent, Machine, Machines, check_machines, warn_of_used_gpus
 from runner.process.cores import allowed_cores
 
 
@@ -94,10 +95,12 @@ def find_machines(
     only_cpu = all(as_backend(config.backend).device == "cpu" for config in configs)
     found = []
     try:
-        for number, facts in enumerate(check_machines(machines, Path(configs[0].outputs).absolute())):
+        outputs = Path(configs[0].outputs).absolute()
+        for number, facts in enumerate(check_machines(machines, outputs, searched_dirs())):
             name, num = machines.machines[number]
             num_gpus = 0 if only_cpu else facts.num_gpus
             _check_slots(f"{machines.key}={name}: slots", num, len(facts.cores), num_gpus)
+            warn_of_used_gpus(f"{machines.key}={name}", facts, num_gpus)
             cores, gpus = divide(facts.cores, num), divide(range(num_gpus), num)
             found.append(SlotMachine(machines, number, cores, gpus))
     except BaseException:

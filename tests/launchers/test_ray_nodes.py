@@ -109,7 +109,7 @@ def test_a_signal_does_not_wait_for_machines_that_do_not_respond(tmp_path: Path)
             has_ended.set()
 
     with pytest.raises(Preempted, match="SIGTERM"):
-        check_machines(Silent(), tmp_path)
+        check_machines(Silent(), tmp_path, [])
     assert are_daemons == [True] and not has_ended.is_set()
     released.set()
 

@@ -14,7 +14,7 @@ from runner.paths import ROOT
 from runner.records import frozen_code, provenance
 from runner.records.code_copy import original_path, running_copy
 from runner.records.custom_code import imported_code, read_code
-from runner.records.frozen_code import freeze_code
+from runner.records.frozen_code import code_files, freeze_code
 from runner.records.provenance import git_diff, git_state
 from runner.records.run_record import RunRecord
 
@@ -77,6 +77,9 @@ def test_the_copy_has_the_runner_and_custom_code(mine: Path, monkeypatch: pytest
     assert (own / "weights.bin").readlink() == mine / "weights.bin"
     imported = {path.relative_to(code / "imported").as_posix() for path in (code / "imported").rglob("*.py")}
     assert {"models/custom.py", "single.py"} <= imported and "bought.py" not in imported
+    compared = {*code_files([str(mine)])}
+    assert {mine / "own.py", mine / "library/layers.py", other / "models/custom.py", other / "single.py"} <= compared
+    assert not compared & {other / "site-packages/bought.py", mine / "outputs/run/earlier/slurm/old.py"}
     for name in ("runner/cli.py", "conf/config.yaml", "models/mlp.py", "hydra_plugins/runner/sweeps.py"):
         assert (code / "installed" / name).read_bytes() == (ROOT / name).read_bytes()
 

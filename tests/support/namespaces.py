@@ -69,6 +69,7 @@ class Hosts:
         options = {
             "HostKey": folder / "host_key", "AuthorizedKeysFile": folder / "key.pub", "PidFile": "none",
             "ListenAddress": self.address(host), "StrictModes": "no", "UsePAM": "no", "PermitRootLogin": "yes",
+            "AcceptEnv": "FAULT",
             "SetEnv": " ".join(f"{name}={value}" for name, value in marks.items()),
         }  # fmt: skip
         words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]

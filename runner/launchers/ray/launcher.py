@@ -10,9 +10,9 @@ from runner.distributed.environment import RankInfo
 from runner.distributed.rendezvous import serve_store
 from runner.errors import InputError
 from runner.launchers.contract import Launcher
-from runner.launchers.env import check_gpus, check_options
+from runner.launchers.env import check_gpus, check_options, check_restarts
 from runner.launchers.machine_run import AgentWorld, outputs_of, run_on_machines
-from runner.launchers.machines import check_machines
+from runner.launchers.machines import check_machines, warn_of_used_gpus
 from runner.launchers.ray.nodes import RayNodes
 
 
@@ -38,11 +38,7 @@ class Ray(Launcher):
     def __post_init__(self) -> None:
         check_options(self.join_timeout_s, self.max_restarts, nproc_per_node=self.nproc_per_node)
         least, most = self._make_nodes().limits
-        if least < most and not self.max_restarts:
-            raise ValueError(
-                f"launcher.nodes={self.nodes} needs launcher.max_restarts, because the ranks start again without those "
-                "of a lost node; try launcher.max_restarts=3"
-            )
+        check_restarts(f"launcher.nodes={self.nodes}", least, most, self.max_restarts)
         check_gpus(self.nproc_per_node, self.gpus_per_node)
         self.world_size = most * self.nproc_per_node if least == most else None
 
@@ -55,7 +51,9 @@ class Ray(Launcher):
             )
         nodes, endpoint = self._make_nodes(), ""
         try:
-            check_machines(nodes, outputs_of(request))
+            facts = check_machines(nodes, outputs_of(request), request.command.config_dirs)
+            for machine, each in zip(nodes.machines, facts, strict=True):
+                warn_of_used_gpus(f"launcher.nodes={machine.name}", each, each.num_gpus)
             if len(nodes.machines) > 1:  # this process serves the rendezvous, so that any of the nodes may be lost
                 from ray.util import get_node_ip_address
 
