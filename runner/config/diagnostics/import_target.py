@@ -15,7 +15,7 @@ from typing import Any
 from runner.errors import InputError, failed_with, first_line, near_hint
 from runner.paths import ROOT, SHIPPED, shipped_target
 
-EXTRAS = {"torchmetrics": "metrics"}  # packages that an extra of this project installs
+EXTRAS = {"torchmetrics": "metrics", "timm": "timm"}  # packages that an extra of this project installs
 
 
 def import_torch() -> None:
