@@ -18,9 +18,11 @@ from worlds import configure
 
 import runner.errors
 from runner.distributed.environment import RankInfo
+from runner.distributed.failures.signals import Stopped
 from runner.errors import InputError, Preempted
 from runner.launchers.launch import launch
 from runner.launchers.machines import check_machines
+from runner.launchers.ray.cluster import connect
 from runner.launchers.ray.starter import LOST, Starter
 from runner.sweeps.slot_machines import ThisMachine
 
@@ -96,6 +98,30 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     with pytest.raises(InputError, match=r"launcher=ray needs ray; pip install 'experiment-runner\[ray\]'"):
         launch(request, RankInfo())
     assert not [*tmp_path.iterdir()]
+
+
+VERSIONS = "Version mismatch: The cluster was started with:\n    Ray: 2.60.0\nThis process was started with:\n    Ray: 2.50.0\n"
+
+
+@pytest.mark.parametrize(
+    ("address", "variable", "error", "message"),
+    [
+        ("local", "", RuntimeError(VERSIONS), "address=local: Version .* Ray: 2.60.0 This .* Ray: 2.50.0$"),
+        ("auto", "http://head:8265", None, "=auto .RAY_ADDRESS=http://head:8265.: the address must be HOST:PORT"),
+        ("local", "", SystemExit(15), "SIGTERM"),
+    ],
+)
+def test_a_failed_connection_names_its_reason(
+    address: str, variable: str, error: BaseException | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def init(*args: Any, **options: Any) -> None:
+        assert error is not None
+        raise error
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False, init=init))
+    monkeypatch.setenv("RAY_ADDRESS", variable)
+    with pytest.raises(Stopped if isinstance(error, SystemExit) else InputError, match=message):
+        connect("launcher.address", address)
 
 
 def test_a_signal_does_not_wait_for_machines_that_do_not_respond(tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from runner.config.diagnostics.type_hints import show
+from runner.distributed.failures.signals import Stopped
 from runner.errors import InputError, print_messages
+from runner.process.daemon_thread import call_in_daemon
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -34,21 +36,49 @@ def connect(key: str, address: str) -> bool:
         return False
     target = (os.environ.get("RAY_ADDRESS") if address == "auto" else None) or address
     where = f"{key}={address}" + (f" (RAY_ADDRESS={target})" if target != address else "")
-    if is_endpoint(target):  # Ray tries for more than a minute, and ends this process then
-        host, _, port = target.rpartition(":")
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
-        except OSError as error:
-            raise InputError(f"{where}: no Ray cluster responds there ({error})") from None
+    if target != "local":
+        _check_response(key, where, target)
     handler = signal.getsignal(signal.SIGTERM)
     try:
         options: dict[str, Any] = {"include_dashboard": False} if target == "local" else {}
         ray.init(target, log_to_driver=False, logging_level=logging.CRITICAL, **options)
-    except (Exception, SystemExit) as error:
-        raise InputError(f"{where}: {first_line(error)}") from None
+    except SystemExit:  # from Ray's handler of SIGTERM
+        raise Stopped(signal.SIGTERM.name) from None
+    except Exception as error:
+        raise InputError(f"{where}: {_in_one_line(error)}") from None
     finally:
         signal.signal(signal.SIGTERM, handler)  # Ray has replaced it
     return True
+
+
+def _check_response(key: str, where: str, target: str) -> None:
+    """Raise InputError unless a cluster responds. Otherwise, Ray would try for minutes, and end this process then.
+
+    target: auto, or the address of the cluster. where: as in `key`=`target`, for messages.
+    """
+    if target != "auto" and not is_endpoint(target):
+        raise InputError(f"{where}: the address must be HOST:PORT, as head:6379")
+    from ray._private.services import canonicalize_bootstrap_address
+    from ray._raylet import GcsClient
+    from ray.exceptions import RayError, RpcError
+
+    try:
+        endpoint = canonicalize_bootstrap_address(target)  # the one to which ray.init connects
+    except ConnectionError:
+        raise InputError(
+            f"{where}: no Ray cluster runs on this machine; set {key}=HOST:PORT, or {key}=local to start one here"
+        ) from None
+    host, _, port = endpoint.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+        if target != "auto":  # otherwise, it is on this machine, and only ray.init reads its token
+            call_in_daemon(lambda: GcsClient(address=endpoint), "ray").result(CONNECT_S)
+    except (OSError, RpcError) as error:
+        found = f" ({endpoint})" if target == "auto" else ""
+        reason = str(error) or f"no response within {CONNECT_S:g} s"
+        raise InputError(f"{where}{found}: no Ray cluster responds there ({reason})") from None
+    except RayError as error:  # for example, it requires a token
+        raise InputError(f"{where}: {_in_one_line(error)}") from None
 
 
 def reserve(
@@ -123,6 +153,6 @@ def is_endpoint(address: str) -> bool:
     return bool(host) and port.isdigit() and "/" not in host
 
 
-def first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+def _in_one_line(error: BaseException) -> str:
+    """Return the whole message: Ray names, for example, versions that do not match on further lines."""
+    return " ".join(str(error).split())

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from runner.errors import require_packages
+from runner.errors import first_line, require_packages
 from runner.launchers.agent import ALIVE, Assignment
 from runner.launchers.agent_process import HEARTBEAT_S, input_of
 from runner.launchers.env import parse_nodes
 from runner.launchers.host_facts import HostFacts, read_facts
 from runner.launchers.machines import Machine, Machines
 from runner.launchers.ray import starter
-from runner.launchers.ray.cluster import connect, first_line, is_endpoint, reserve
+from runner.launchers.ray.cluster import connect, is_endpoint, reserve
 from runner.launchers.ray.starter import LOST, SET_BY_RAY, Ended, Starter
 
 if TYPE_CHECKING:
