@@ -5,7 +5,7 @@ import os
 import re
 import select
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from subprocess import Popen
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from commands import Commands, newest_step, wait_until
-from custom_files import SLOW, write_files
+from custom_files import SLOW, SLOWLY, write_files
 from machine_runs import JOB, LONG, TINY, check_end_with_command, run_undisturbed
 from namespaces import why_not
 from ray_cluster import ENV, HEAD, RayCluster
@@ -34,9 +34,8 @@ class Cluster:
     def __init__(self, nodes: RayCluster, commands: Commands):
         self.nodes, self.commands = nodes, commands
 
-    def start(self, *args: str, address: str | None = None) -> Popen[str]:
-        where = f"launcher.address={address or self.nodes.address}"
-        return self.nodes.runner(self.commands, "launcher=ray", where, *args)
+    def start(self, *args: str) -> Popen[str]:
+        return self.nodes.runner(self.commands, "launcher=ray", *args)
 
     def start_sweep(self, *args: str) -> Popen[str]:
         address = f"hydra.launcher.address={self.nodes.address}"
@@ -76,37 +75,51 @@ def test_two_nodes_produce_the_weights_of_one_machine(cluster: Cluster, commands
 
 
 @pytest.mark.fault("a Ray cluster that is too small, in use, or does not respond", outcome="refused")
-def test_what_the_cluster_lacks_is_refused(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
+@pytest.mark.fault("a node of Ray without the runner", outcome="refused")
+def test_what_the_cluster_lacks_is_refused_or_waited_for(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
+    lacks = """\
+        import sys
+
+
+        class Lacking:
+            def find_spec(self, name, path=None, target=None):
+                if name == "runner":
+                    raise ModuleNotFoundError("No module named 'runner'")
+
+
+        sys.meta_path.insert(0, Lacking())
+        """
+    write_files(tmp_path, {"mine/sitecustomize.py": lacks})
+    waiting = cluster.start(*TINY, "launcher.nodes=4", "launcher.wait=true")
+    server = cluster.nodes.hosts.python(commands, HEAD, "-m", "http.server", "8265")
     has = "host1: CPU 0; host2: CPU 2; host3: CPU 2; host4: CPU 2"
     cases = {
         ("launcher.nodes=4",): f"launcher.nodes=4 with CPU 2 each: 3 nodes of the Ray cluster have that ({has})",
         ("launcher.gpus_per_node=2",): "launcher.nodes=1 with CPU 2, GPU 2 each: 0 nodes of the Ray cluster have that",
         ("launcher.labels={zone:far}",): (
-            "launcher.nodes=1 with CPU 2 and launcher.labels={zone:far}: not free (in the whole cluster: CPU 6)"
+            "launcher.nodes=1 with CPU 2 and launcher.labels={zone:far}: not free (in the whole cluster: CPU "
         ),
         ("model.hidden=0",): "model.hidden",
+        ("launcher.address=10.213.7.1:1",): "launcher.address=10.213.7.1:1: no Ray cluster responds there",
+        ("launcher.address=10.213.7.1:8265",): (
+            "launcher.address=10.213.7.1:8265: no Ray cluster responds there (no response within 5 s)"
+        ),
+        (f"launcher.env={{PYTHONPATH:{tmp_path / 'mine'}}}",): "No module named 'runner'",
     }
     started = {cluster.start(*TINY, *args): message for args, message in cases.items()}
-    started[cluster.start(*TINY, address="10.213.7.1:1")] = (
-        "launcher.address=10.213.7.1:1: no Ray cluster responds there"
-    )
     for process, message in started.items():
         done = commands.finish(process)
         assert done.returncode == 2, done.stdout + done.stderr
         assert len(done.stderr.strip().splitlines()) <= 3
         assert message in done.stderr, done.stderr
+    commands.kill(server)
+    wait_until(lambda: bool(select.select([waiting.stderr], [], [], 0)[0]), waiting)
+    os.killpg(waiting.pid, signal.SIGINT)
+    done = commands.finish(waiting)
+    assert done.returncode == 143
+    assert done.stderr.startswith("waiting for launcher.nodes=4 with CPU 2; free in the whole cluster: CPU ")
     assert not (tmp_path / "outputs").exists() or not any((tmp_path / "outputs").rglob("result.json"))
     cluster.wait_until_idle()
-
-
-def test_a_command_waits_for_nodes(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
-    process = cluster.start(*TINY, "launcher.nodes=4", "launcher.wait=true")
-    wait_until(lambda: bool(select.select([process.stderr], [], [], 0)[0]), process)
-    os.killpg(process.pid, signal.SIGINT)
-    done = commands.finish(process)
-    assert done.returncode == 143
-    assert done.stderr.startswith("waiting for launcher.nodes=4 with CPU 2; free in the whole cluster: CPU 6\n")
-    assert not (tmp_path / "outputs").exists()
 
 
 @pytest.mark.fault("Ctrl-C of a run on nodes of Ray", outcome="survived")
@@ -129,6 +142,7 @@ def test_a_lost_node_is_replaced(cluster: Cluster, commands: Commands, tmp_path:
     wait_until(lambda: newest_step(tmp_path) >= 20, process)
     host = int(only_run(tmp_path).result["hosts"][0].removeprefix("host"))
     cluster.nodes.lose(host)
+    (tmp_path / "has-acted").touch()
     done = commands.finish(process)
     assert done.returncode == 0, done.stderr
     assert re.search(rf"^host{host} is lost: ", done.stderr, re.MULTILINE), done.stderr
@@ -144,28 +158,39 @@ def test_the_run_continues_on_the_nodes_that_are_left(cluster: Cluster, commands
     process = cluster.start(*LONG, *options)
     wait_until(lambda: newest_step(tmp_path) >= 20, process)
     cluster.nodes.lose(int(only_run(tmp_path).result["hosts"][0].removeprefix("host")))
+    (tmp_path / "has-acted").touch()
     done = commands.finish(process)
     assert done.returncode == 0, done.stdout + done.stderr
     assert only_run(tmp_path).result["world_size"] == 1
 
 
 @pytest.mark.fault("kill -9 of all processes of a Ray node on which a sweep runs", outcome="survived")
-def test_the_jobs_of_a_lost_node_run_on_the_others(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
+@pytest.mark.fault("kill -9 of a command whose sweep is on nodes of Ray", outcome="survived")
+def test_a_sweep_survives_the_loss_of_a_node_and_of_its_command(
+    cluster: Cluster, commands: Commands, here: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_files(tmp_path, SLOW)
-    whole = run_undisturbed(tmp_path, 1, *JOB, "max_steps=40", "seed=1")
-    options = ("hydra.launcher.nodes=3", "hydra.launcher.slots=1", "max_steps=40", "run_id=grid", "seed=0,1,2,3,4,5")
-    process = cluster.start_sweep(*JOB, *options)
-    sweep = tmp_path / "outputs" / "run" / "grid"
+    words = (*JOB, "max_steps=40", "seed=range(12)")
+    assert here("-m", *[word for word in words if word not in SLOWLY], "run_id=whole") == 0
+    whole, sweep = tmp_path / "outputs" / "run" / "whole", tmp_path / "outputs" / "run" / "grid"
+    process = cluster.start_sweep(*words, "run_id=grid", "hydra.launcher.nodes=1:3", "hydra.launcher.slots=1")
     lost = sweep / "1-seed-1"
     wait_until(lambda: (lost / "checkpoints" / "step_20").exists(), process)
     cluster.nodes.lose(int(result_of(lost)["hosts"][0].removeprefix("host")))
-    done = commands.finish(process)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " is lost: " in done.stdout and "6 of 6 jobs finished" in done.stdout
-    jobs = read_ledger(sweep)
-    assert [(job.state, job.num_starts) for job in jobs] == [("finished", 2 if job.number == 1 else 1) for job in jobs]
-    assert result_of(lost)["weights_sha256"] == whole.result["weights_sha256"]
+    wait_until(lambda: sum(job.state == "finished" for job in read_ledger(sweep)) >= 5, process)
+    os.killpg(process.pid, signal.SIGKILL)
+    assert " is lost: " in commands.finish(process).stdout
     cluster.wait_until_idle()
+    (tmp_path / "has-acted").touch()
+    done = commands.finish(cluster.start_sweep("resume=last"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert table_of(done.stdout) == table_of(capsys.readouterr().out) and "12 of 12 jobs finished" in done.stdout
+    for job in read_ledger(sweep):
+        ended = [attempt.state for attempt in read_attempts(job.directory)]
+        assert ended.count("finished") == 1 and ended[-1] == "finished" and len(ended) == job.num_starts
+        assert result_of(job.directory)["weights_sha256"] == result_of(whole / job.label)["weights_sha256"]
+    cluster.wait_until_idle()
+    cluster.nodes.restore()  # waits until nothing is reserved
 
 
 def test_a_signal_ends_the_check_of_the_nodes(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
@@ -189,15 +214,25 @@ def test_a_signal_ends_the_check_of_the_nodes(cluster: Cluster, commands: Comman
     cluster.wait_until_idle()
 
 
-def test_a_process_runs_one_sweep_after_another(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
-    words = [word for word in TINY if word != "parallel=ddp"]
-    options = ["hydra/launcher=ray", f"hydra.launcher.address={cluster.nodes.address}", "hydra.launcher.nodes=3"]
-    call = f"runner.sweep({[*words, *options, 'max_steps=2', 'seed=0,1']})"
-    script = f"import runner; assert {{run.state for run in {call} + {call}}} == {{'finished'}}"
-    process = cluster.nodes.hosts.python(commands, HEAD, "-c", script, env=ENV)
+def test_a_process_runs_one_sweep_after_another_each_on_a_ray_of_its_own(
+    nodes: RayCluster, commands: Commands, tmp_path: Path
+) -> None:
+    words = [*(word for word in TINY if word != "parallel=ddp"), "max_steps=2", "seed=0,1"]
+    ray = ["hydra/launcher=ray", "hydra.launcher.address=local"]
+    optuna = ["hydra/sweeper=optuna", "hydra.sweeper.n_jobs=2", "hydra.sweeper.n_trials=2"]
+    calls = [f"runner.sweep({[*words, *ray, *sweeper]})" for sweeper in ([], optuna)]
+    script = f"import runner; assert {{run.state for run in {' + '.join(calls)}}} == {{'finished'}}"
+    process = commands.start("-c", script, env={**ENV, "RAY_TMPDIR": str(nodes.temporary / "local")})
     done = commands.finish(process)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def result_of(run: Path) -> dict[str, Any]:
     return dict(json.loads((run / "result.json").read_text()))
+
+
+def table_of(output: str) -> list[str]:
+    """Return the lines of the table of jobs that a sweep prints at its end."""
+    lines = output.splitlines()
+    first = next(number for number, line in enumerate(lines) if re.match("job +state ", line))
+    return lines[first : lines.index("", first)]

@@ -100,13 +100,18 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert not [*tmp_path.iterdir()]
 
 
-VERSIONS = "Version mismatch: The cluster was started with:\n    Ray: 2.60.0\nThis process was started with:\n    Ray: 2.50.0\n"
+VERSIONS = "Version mismatch: The cluster has:\n    Ray: 2.60.0\nThis process has:\n    Ray: 2.50.0\n"
 
 
 @pytest.mark.parametrize(
     ("address", "variable", "error", "message"),
     [
-        ("local", "", RuntimeError(VERSIONS), "address=local: Version .* Ray: 2.60.0 This .* Ray: 2.50.0$"),
+        (
+            "local",
+            "",
+            RuntimeError(VERSIONS),
+            "=local: Version mismatch: The cluster has: Ray: 2.60.0 This process has: Ray: 2.50.0$",
+        ),
         ("auto", "http://head:8265", None, "=auto .RAY_ADDRESS=http://head:8265.: the address must be HOST:PORT"),
         ("local", "", SystemExit(15), "SIGTERM"),
     ],

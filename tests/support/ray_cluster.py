@@ -50,12 +50,17 @@ class RayCluster:
         wait_until(lambda: self.hosts.accepts(HEAD, PORT), self.nodes[HEAD])
 
     def restore(self) -> None:
-        """Start the missing nodes, and wait until Ray has recognized the state of all."""
-        for host in range(2, self.num + 2):
-            if host not in self.nodes or self.nodes[host].poll() is not None:
-                self._start(host, f"--address={self.address}", "--num-cpus=2")
+        """Start the missing nodes, and wait until Ray has recognized the state of all, with nothing reserved."""
         waiting = self.hosts.python(self.commands, HEAD, "-c", WAIT, self.address, str(self.num), env=ENV)
-        done = self.commands.finish(waiting, timeout_s=180)
+
+        def is_complete() -> bool:
+            for host in range(2, self.num + 2):  # on a loaded machine, Ray may give up while a node starts
+                if host not in self.nodes or self.nodes[host].poll() is not None:
+                    self._start(host, f"--address={self.address}", "--num-cpus=2")
+            return waiting.poll() is not None
+
+        wait_until(is_complete)
+        done = self.commands.finish(waiting)
         assert done.returncode == 0, done.stderr
 
     def lose(self, host: int) -> None:
@@ -63,8 +68,8 @@ class RayCluster:
         self.hosts.kill(self.commands, self.nodes[host])
 
     def runner(self, commands: Commands, *args: str) -> Popen[str]:
-        """Start `python -m runner ARGUMENTS` on the head."""
-        return self.hosts.python(commands, HEAD, "-m", "runner", *args, env=ENV)
+        """Start `python -m runner ARGUMENTS` on the head. The address auto is that of the cluster."""
+        return self.hosts.python(commands, HEAD, "-m", "runner", *args, env={**ENV, "RAY_ADDRESS": self.address})
 
     def busy(self) -> list[str]:
         """Return the command lines of jobs and actors on the nodes, without Ray's own processes."""

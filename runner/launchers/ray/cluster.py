@@ -59,7 +59,7 @@ def _check_response(key: str, where: str, target: str) -> None:
     if target != "auto" and not is_endpoint(target):
         raise InputError(f"{where}: the address must be HOST:PORT, as head:6379")
     from ray._private.services import canonicalize_bootstrap_address
-    from ray._raylet import GcsClient
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]
     from ray.exceptions import RayError, RpcError
 
     try:
@@ -68,6 +68,7 @@ def _check_response(key: str, where: str, target: str) -> None:
         raise InputError(
             f"{where}: no Ray cluster runs on this machine; set {key}=HOST:PORT, or {key}=local to start one here"
         ) from None
+    assert endpoint is not None  # only a new cluster has none
     host, _, port = endpoint.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
