@@ -183,8 +183,8 @@ def check_values(config: Config) -> list[str]:
             )
     if not config.outputs:
         messages.append("outputs= must be the path of a directory; try outputs=outputs")
-    elif not _is_remote(config.launcher):
-        messages.extend(check_outputs(config.outputs))
+    elif (unwritable := check_outputs(config.outputs)) and not _is_remote(config.launcher):
+        messages.extend(unwritable)
     return messages
 
 
