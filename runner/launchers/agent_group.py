@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from runner.distributed.failures.signals import handling_signals, received
+from runner.distributed.failures.signals import PREEMPTED, handling_signals, received
 from runner.launchers.machines import Agent
 
 POLL_S = 0.2
@@ -37,8 +37,9 @@ class AgentGroup:
     are left; otherwise its agent is started again for `join_timeout_s` seconds, at most `max_restarts` times. If that
     fails, the others are stopped at once.
 
-    alone_s: seconds after a loss until the agent of the only machine is started again. Its ranks may still be running,
-    and own the lock of the run; among several machines, the next world takes the lock over.
+    end_s: seconds after a loss until the ranks of the lost agent have ended. For so long they may own the lock of the
+    run, so that the agent of the only machine is not started again before; among several machines, the next world takes
+    the lock over.
     """
 
     def __init__(
@@ -49,13 +50,14 @@ class AgentGroup:
         min_nodes: int,
         max_restarts: int,
         join_timeout_s: float,
-        alone_s: float = 0.0,
+        end_s: float = 0.0,
     ):
         self._names, self._start, self._why_lost = names, start, why_lost
         self._min_nodes, self._max_restarts, self._join_timeout_s = min_nodes, max_restarts, join_timeout_s
-        self._wait_s = alone_s if len(names) == 1 else 0.0
+        self._end_s, self._wait_s = end_s, end_s if len(names) == 1 else 0.0
         self._nodes: list[_Node] = []
         self._stopped_at: float | None = None
+        self._lost_at = -math.inf  # the last time
         self.lost = ""  # why the run cannot continue
         self.signal: str | None = None  # the first one that this process has received
 
@@ -85,6 +87,13 @@ class AgentGroup:
         ended = [(node.ended_at, number, node.status) for number, node in enumerate(self._nodes) if not node.is_lost]
         return {number: status for _, number, status in sorted(ended) if status is not None}
 
+    @property
+    def is_interrupted(self) -> bool:
+        """True if all ranks have saved and exited, because one agent has lost its connection to this process."""
+        ended_at = min((node.ended_at for node in self._nodes if node.status == PREEMPTED), default=math.inf)
+        by_itself = self._stopped_at is None or ended_at < self._stopped_at
+        return by_itself and not (self.lost or self.signal) and ended_at - self._lost_at <= self._end_s
+
     def _watch(self, number: int, node: _Node) -> None:
         """Record the end of an agent. If its machine is lost, start it again, leave it out, or stop the others."""
         status, now = node.agent.status, time.monotonic()
@@ -100,7 +109,7 @@ class AgentGroup:
             return
         if node.lost_at is None:
             print(f"{node.name} is lost: {why}", file=sys.stderr, flush=True)
-            node.num_losses, node.lost_at = node.num_losses + 1, now
+            node.num_losses, node.lost_at, self._lost_at = node.num_losses + 1, now, now
         retry_at = node.lost_at + self._wait_s
         others = [other for other in self._nodes if other is not node and not other.is_lost]
         if len(others) >= self._min_nodes or any(other.status == 0 for other in others):  # or the run is finished
@@ -113,7 +122,12 @@ class AgentGroup:
             node.agent, node.started_at = self._start(number), now
 
     def _has_failed(self) -> bool:
-        """Return True if an agent has failed a while ago, perhaps before it joined the others, which wait for it."""
+        """Return True if an agent has failed a while ago, perhaps before it joined the others, which wait for it.
+
+        Also if the ranks have saved, and only agents that were started again are left, which wait for others.
+        """
+        if self.is_interrupted and all(node.lost_at is not None for node in self._nodes if node.status is None):
+            return True
         failed = [node.ended_at for node in self._nodes if node.status and not node.is_lost]
         return time.monotonic() - min(failed, default=math.inf) > FAILED_S
 

@@ -62,9 +62,12 @@ def run_on_machines(machines: Machines, world: AgentWorld, request: Request) -> 
 
     names = [machine.name for machine in machines.machines]
     limits = (world.min_nodes, world.max_restarts, world.join_timeout_s)
-    group = AgentGroup(names, start, why_lost, *limits, alone_s=machines.end_s)
     try:
-        statuses = group.run(followed.print_new)
+        for _ in range(world.max_restarts + 1):
+            group = AgentGroup(names, start, why_lost, *limits, machines.end_s)
+            statuses = group.run(followed.print_new)
+            if not group.is_interrupted:
+                break
         followed.print_new()
         is_recorded = result_mtime_ns(path) != before
         if group.signal is not None:

@@ -15,7 +15,7 @@ from runner.launchers.host_facts import HostFacts, read_facts
 from runner.launchers.machines import Machine, Machines
 
 # ssh ends with LOST if it cannot connect, or after a while without a response to what it sends every ALIVE_S seconds.
-LOST, CONNECT_S, ALIVE_S = 255, 8, 5
+LOST, CONNECT_S, ALIVE_S = 255, 6, 5
 OPTIONS = (
     *("BatchMode=yes", f"ConnectTimeout={CONNECT_S}", f"ServerAliveInterval={ALIVE_S}", "ServerAliveCountMax=3"),
     *("ControlMaster=no", "ControlPath=none"),  # a shared connection would notice a lost machine by its own options

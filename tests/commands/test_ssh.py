@@ -174,12 +174,17 @@ def test_the_ranks_save_and_end_with_the_command(
     check_end_with_command(process, number, commands, tmp_path, cluster.wait_until_idle)
 
 
+@pytest.mark.fault("the ssh connection to a host of a run is lost", outcome="survived")
 @pytest.mark.fault("power failure of a host that ssh has reached", outcome="survived")
 def test_a_lost_machine_that_returns_takes_part_again(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
     write_files(tmp_path, SLOW)
     whole = run_undisturbed(tmp_path, 2, *LONG, "max_steps=120")
     process = cluster.start(*LONG, "max_steps=120", "launcher.max_restarts=2")
     wait_until(lambda: newest_step(tmp_path) >= 20, process)
+    cluster.hosts.disconnect(2)  # the ranks save, and all are started again
+    wait_until(lambda: newest_step(tmp_path) >= 40, process)
+    found = only_run(tmp_path)
+    assert [each.state for each in read_attempts(found.path)] == ["preempted"]
     cluster.hosts.lose(2, commands, cluster.servers[2])
     (tmp_path / "has-acted").touch()
     time.sleep(2)
@@ -188,9 +193,8 @@ def test_a_lost_machine_that_returns_takes_part_again(cluster: Cluster, commands
     done = commands.finish(process)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^host2 is lost: (ssh|Connection|Timeout|client_loop)\b", done.stderr, re.MULTILINE), done.stderr
-    found = only_run(tmp_path)
     assert found.result["weights_sha256"] == whole.result["weights_sha256"]
-    assert len([*read_attempts(found.path)]) > 1
+    assert len([*read_attempts(found.path)]) > 2
 
 
 @pytest.mark.fault("a host that ssh has reached is cut off for good", outcome="refused")

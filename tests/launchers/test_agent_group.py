@@ -42,7 +42,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AgentGroup]:
         min_nodes: int = 2,
         max_restarts: int = 0,
         join_timeout_s: float = 60,
-        alone_s: float = 0,
+        end_s: float = 0,
     ) -> AgentGroup:
         waiting = [list(each) for each in agents]
 
@@ -53,7 +53,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AgentGroup]:
             return "no route" if status == LOST else None
 
         names = [f"node{number}" for number in range(len(agents))]
-        return AgentGroup(names, start, why_lost, min_nodes, max_restarts, join_timeout_s, alone_s)
+        return AgentGroup(names, start, why_lost, min_nodes, max_restarts, join_timeout_s, end_s)
 
     return make
 
@@ -79,8 +79,19 @@ def test_a_lost_machine_is_started_again(group: Callable[..., AgentGroup], capsy
 
 def test_the_only_machine_is_started_again_once_its_ranks_have_ended(group: Callable[..., AgentGroup]) -> None:
     lost_at = time.monotonic()
-    made = group([Agent(LOST), Agent(0)], min_nodes=1, max_restarts=1, alone_s=0.3)
+    made = group([Agent(LOST), Agent(0)], min_nodes=1, max_restarts=1, end_s=0.3)
     assert run(made) == {0: 0} and time.monotonic() - lost_at > 0.3
+
+
+def test_ranks_that_save_because_a_connection_is_lost_are_interrupted(group: Callable[..., AgentGroup]) -> None:
+    made = group([Agent(143, after=3)], [Agent(LOST), Agent()], max_restarts=1, end_s=60)
+    assert run(made) == {0: 143, 1: 143} and made.is_interrupted
+    made = group([Agent(143, after=3)], [Agent(LOST)], min_nodes=1, max_restarts=1, end_s=60)
+    assert run(made) == {0: 143} and made.is_interrupted
+    made = group([Agent(143)], [Agent(143)], end_s=60)  # after a signal on the machines, for example
+    assert run(made) == {0: 143, 1: 143} and not made.is_interrupted
+    made = group([Agent()], [Agent(LOST), Agent(1)], max_restarts=1, end_s=60)  # saves because the other one has failed
+    assert run(made) == {0: 143, 1: 1} and not made.is_interrupted
 
 
 def test_the_others_are_stopped_at_once_if_too_few_are_left(group: Callable[..., AgentGroup]) -> None:

@@ -113,6 +113,11 @@ class Hosts:
         self.cut(host)
         self.kill(commands, process)
 
+    def disconnect(self, host: int) -> None:
+        """Kill the processes of the host's SSH server that serve connections, and not the commands that they run."""
+        connections = {pid: Path(f"/proc/{pid}/cmdline") for pid in _processes(self._name(host))}
+        _kill([pid for pid, path in connections.items() if path.read_bytes().startswith(b"sshd: root@")])
+
     @staticmethod
     def kill(commands: Commands, process: "subprocess.Popen[str]") -> None:
         """Kill all processes of a host's command at once, except the resource tracker.
@@ -130,12 +135,7 @@ class Hosts:
     def stop(self) -> None:
         for name in reversed(self.made):
             # The processes of an SSH connection overwrite the environment that marks them.
-            listing = subprocess.run(
-                ["ip", "netns", "pids", name], capture_output=True, text=True, timeout=120, check=False
-            )
-            for pid in map(int, listing.stdout.split()):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            _kill(_processes(name))
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=120, check=False)
 
     def _network(self, host: int) -> None:
@@ -145,6 +145,18 @@ class Hosts:
 
     def _name(self, host: int) -> str:
         return f"{self.bridge}-{host}"
+
+
+def _processes(name: str) -> list[int]:
+    """Return the processes in a network namespace."""
+    listing = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, timeout=120, check=False)
+    return [int(pid) for pid in listing.stdout.split()]
+
+
+def _kill(pids: list[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _ip(*args: str) -> None:
