@@ -24,6 +24,7 @@ from runner.launchers.launch import launch
 from runner.launchers.machines import check_machines
 from runner.launchers.ray.cluster import connect
 from runner.launchers.ray.starter import LOST, Starter
+from runner.records.ledger import read_ledger
 from runner.sweeps.slot_machines import ThisMachine
 
 READ = "import os, sys; open('started', 'w'); print(os.environ.get('OMP_NUM_THREADS'), sys.stdin.read()); sys.exit(3)"
@@ -185,3 +186,37 @@ def test_a_sweep_that_is_refused_releases_its_machines(
     assert here("-m", *launcher, "model=mlp", "backend=gloo", "seed=0,1", word) == 2
     assert message in capsys.readouterr().err
     assert (tmp_path / "closed").read_text() == "closed "
+
+
+def test_the_job_of_a_lost_machine_runs_on_another_one(
+    here: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    losable = """\
+        from runner.launchers.agent_process import AgentProcess
+        from runner.launchers.machines import Machine
+        from runner.sweeps.slot_machines import ThisMachine
+
+
+        class Losable(ThisMachine):
+            key, save_s = "hydra.launcher.names", 0.5
+            machines = (Machine("first", 1), Machine("second", 1))
+
+            def __init__(self, prefix, num):
+                pass
+
+            def start(self, number, assignment, output, errors):
+                if number == 0:
+                    return AgentProcess(assignment, output, errors, ("sh", "-c", "exit 255"))
+                return super().start(number, assignment, output, errors)
+
+            def why_lost(self, number, status, output):
+                return "it is off" if status == 255 else None
+        """
+    option = "_target_: hydra_plugins.runner.sweeps.SlotsLauncher\nmachines: losable.Losable\nslots: 1\n"
+    write_files(tmp_path, {"mine/losable.py": losable, "mine/hydra/launcher/losable.yaml": option})
+    words = ("model=mlp", "backend=gloo", "max_steps=2", "seed=0,1", "run_id=grid", "logger=none")
+    assert here("-m", "--config-dir=mine", "hydra/launcher=losable", *words) == 0
+    output = capsys.readouterr().out
+    assert "first is lost: it is off\n" in output and "2 of 2 jobs finished" in output
+    jobs = read_ledger(tmp_path / "outputs" / "run" / "grid")
+    assert [(job.state, job.num_starts) for job in jobs] == [("finished", 2), ("finished", 1)]
