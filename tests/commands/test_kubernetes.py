@@ -97,6 +97,12 @@ def test_two_pods_produce_the_weights_of_one_machine(cluster: Cluster, tmp_path:
     assert (again.returncode, again.stdout.strip()) == (0, f"run_id=baseline is finished: {cluster.runs / 'baseline'}")
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The run of LONG on this machine, without its delays."""
+    return run(tmp_path_factory.mktemp("whole"), 2, *[word for word in LONG if word not in SLOWLY])
+
+
 @pytest.mark.fault("a pod of Kubernetes is evicted", outcome="survived")
 @pytest.mark.fault("a pod of Kubernetes is killed", outcome="survived")
 @pytest.mark.parametrize(
@@ -109,10 +115,9 @@ def test_two_pods_produce_the_weights_of_one_machine(cluster: Cluster, tmp_path:
     ],
 )
 def test_a_lost_pod_is_started_again(
-    act: Callable[[Job, int], None], index: int, statuses: list[int], cluster: Cluster, tmp_path: Path
+    act: Callable[[Job, int], None], index: int, statuses: list[int], cluster: Cluster, whole: Run, tmp_path: Path
 ) -> None:
     write_files(tmp_path, SLOW)
-    whole = run(tmp_path / "here", 2, *[word for word in LONG if word not in SLOWLY])
     process = cluster.start(*LONG, "run_id=baseline")
     job = cluster.wait_for_checkpoint(process)
     act(job, index)
@@ -143,11 +148,16 @@ def test_the_same_command_follows_the_job(cluster: Cluster, tmp_path: Path) -> N
     job = cluster.wait_for_checkpoint(process)
     process.kill()
     process.wait(timeout=60)
-    refused = cluster.finish(*words, "run_id=baseline", "optimizer.lr=0.01")
-    assert refused.returncode == 2 and "optimizer.lr is 0.01, and was 0.05" in refused.stderr
-    refused = cluster.finish(*words, "run_id=baseline", "log_every=2")
-    assert refused.returncode == 2 and "Job baseline in namespace default has another command" in refused.stderr
     second = cluster.start(*words, "run_id=baseline", "launcher.grace_s=60")
+    others = {
+        cluster.start(*words, "run_id=baseline", "optimizer.lr=0.01"): "optimizer.lr is 0.01, and was 0.05",
+        cluster.start(
+            *words, "run_id=baseline", "log_every=2"
+        ): "Job baseline in namespace default has another command",
+    }
+    for other, message in others.items():
+        refused = cluster.commands.finish(other)
+        assert refused.returncode == 2 and message in refused.stderr
     reader = read_output(second)
     wait_until(lambda: any("epoch" in line for line in reader), second)
     assert reader[0] == "Job baseline in namespace default exists already"
@@ -174,11 +184,12 @@ def test_a_failed_run_ends_the_job_and_its_command_starts_it_again(cluster: Clus
         "launcher.max_restarts=0",
         "launcher.nodes=1",
     )
+    other = cluster.start(*words, "run_id=other", "data.root=nowhere", "data=image_folder")
     failed = cluster.finish(*words, "run_id=baseline")
     assert failed.returncode == 1, failed.stdout + failed.stderr
     assert "RuntimeError: not yet" in failed.stdout
     assert re.search("error: Job baseline has failed: .* exit code 1 matching FailJob", failed.stderr), failed.stderr
-    refused = cluster.finish(*words, "run_id=other", "data.root=nowhere", "data=image_folder")
+    refused = cluster.commands.finish(other)
     assert refused.returncode == 2, refused.stdout + refused.stderr
     assert "exit code 2" in refused.stderr and "nowhere" in refused.stdout
     (tmp_path / "fixed").touch()
