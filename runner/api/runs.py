@@ -58,7 +58,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """running, finished, failed, preempted or pruned; lost if its process was killed while the run was running."""
+        """running, finished, pruned, paused, preempted or failed; lost if its process was killed meanwhile."""
         return current_state(self.path, self.record.state)
 
     @property

@@ -1,10 +1,9 @@
 """The request to run a job, which travels from the command line to its ranks."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from runner.config.schema import Config
-from runner.records.run_directory import Command, Destination
+from runner.records.run_directory import Command, Destination, Pruner
 
 
 @dataclass(frozen=True)
@@ -14,6 +13,6 @@ class Request:
     config: Config
     command: Command
     destination: Destination
-    pruner: Callable[[int, dict[str, float]], bool] | None = None  # (step, metrics) -> whether to prune the run
+    pruner: Pruner | None = None
     queued_overrides: tuple[str, ...] = ()  # of a queued job's processes, if they differ from those of the command
     code_of: str | None = None  # the run whose copy of the custom modules is imported; None for the current files

@@ -43,7 +43,7 @@ from runner.jobs.task import JobTask, check_size, initial_weights_path, make_tas
 from runner.records.console import LOGS, logging_to
 from runner.records.output import copying_output
 from runner.records.run_directory import RunDirectory
-from runner.records.run_record import RunRecord, report_failure, watch_outcome
+from runner.records.run_record import DONE, RunRecord, report_failure, watch_outcome
 from runner.training.build import Experiment, build
 from runner.training.model.initial_weights import find_initial_weights
 
@@ -162,8 +162,8 @@ def _run(request: Request, world: World, may_double: bool | None) -> dict[str, f
                 metrics = task.run(config, experiment, world, directory, console)
             world.shutdown.wait_for_all()  # returns immediately if the trainer has already waited
             directory.record.metrics = metrics
-            if directory.pruned:
-                end.state = "pruned"
+            if directory.stops_as:
+                end.state = directory.stops_as
             return metrics
         except BaseException as error:
             end = _end_of(error, world)
@@ -316,7 +316,7 @@ def _record_end(
     try:
         directory.end(end.state, None if end.stopped else end.text or None)
     except OSError as error:  # a full disk; the reason of a failed job has been reported already
-        if end.state in ("finished", "pruned"):
+        if end.state in DONE:
             text = f"{directory.path}: its result could not be written: {error.strerror or error}"
             log.error("%s", text)
             raise JobFailed(text) from None

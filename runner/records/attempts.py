@@ -40,7 +40,7 @@ class Attempt:
     pid: int = field(default_factory=os.getpid)  # of rank 0, which writes
     started: str = field(default_factory=utc_now)
     ended: str | None = None  # for a killed attempt, the last time at which its lock file was touched
-    state: str = "running"  # finished, failed, preempted or pruned, as in result.json, or killed
+    state: str = "running"  # preempted, failed or one of DONE, as in result.json, or killed
     hosts: list[str] = field(default_factory=lambda: [socket.gethostname()])  # in the order of their ranks
     world_size: int = 1
     parallel: str = ""

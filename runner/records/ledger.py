@@ -16,11 +16,12 @@ from typing import Any
 from runner.errors import InputError
 from runner.records.run_files import append_json_lines, check_links, parse_metrics, read_json_lines
 from runner.records.run_lock import RunLock, find_owner, lock_directory
-from runner.records.run_record import DONE, RESULT, RUNNING, RunRecord, current_state, find_run
+from runner.records.run_record import DONE, LOST, PAUSED, RESULT, RUNNING, RunRecord, current_state, find_run
 
 LEDGER = "ledger.jsonl"
 REMOVED = "removed"
 FAILED = ("failed", "refused")
+WAITING = "waiting"
 STOPPING = "stopping"  # a line with this state is a request and does not change the state of the job
 
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -36,7 +37,8 @@ class JobRecord:
     overrides: list[str]  # of this job: one value for each key
     directory: Path  # created when the job starts for the first time
     trial: int | None = None
-    state: str = "waiting"
+    rung: int = 0  # at which the trial pauses next, or has paused, with hydra/sweeper/pruner=asha
+    state: str = WAITING
     num_starts: int = 0
     start: float | None = None  # of the last start, in seconds since 1970
     end: float | None = None  # None if the ledger does not have it
@@ -78,9 +80,10 @@ def read_ledger(directory: Path) -> list[JobRecord]:
     """Return the jobs, sorted by number. Raises OSError if the ledger is missing and InputError if it is damaged.
 
     A run's result.json takes precedence if the ledger or result.json has the state finished or pruned: the sweep may
-    have been killed before it wrote the line in the ledger, or the job was resumed as a single run. A finished or
-    pruned job without result.json is removed. A running job is lost if the owner of its directory's lock is dead, or,
-    before it locks its directory, if the process of the sweep is dead.
+    have been killed before it wrote the line in the ledger, or the job was resumed as a single run. It also does if the
+    ledger has the state paused, but not if only result.json has it, which may describe the previous rung. A finished,
+    pruned or paused job without result.json is removed. A running job is lost if the owner of its directory's lock is
+    dead, or, before it locks its directory, if the process of the sweep is dead.
     """
     sweep_owner = find_owner(directory)  # first, so that a job that ends meanwhile is not lost
     jobs = _read_jobs(directory)
@@ -90,7 +93,8 @@ def read_ledger(directory: Path) -> list[JobRecord]:
         if job.state == RUNNING:
             # The sweep's process starts the job, which locks its own directory after it has loaded its data.
             owner = find_owner(job.directory) or sweep_owner
-            job.state = RUNNING if owner and owner.is_alive else current_state(job.directory, RUNNING)
+            state = RUNNING if owner and owner.is_alive else current_state(job.directory, RUNNING)
+            job.state = LOST if state == PAUSED else state
         job.is_due = job.is_due and job.state not in DONE
     return sorted(jobs.values(), key=lambda job: job.number)
 
@@ -117,6 +121,11 @@ def write_lines(directory: Path, *lines: dict[str, Any]) -> None:
 
 def write_state(directory: Path, number: int, state: str, **facts: Any) -> None:
     write_lines(directory, {"number": number, "state": state, "at": round(time.time(), 3), **facts})
+
+
+def promotion(number: int, rung: int) -> dict[str, Any]:
+    """Return the line by which a paused job waits again, to train until it pauses at this rung."""
+    return {"number": number, "state": WAITING, "at": round(time.time(), 3), "rung": rung}
 
 
 def lock_sweep(directory: Path) -> None:
@@ -162,7 +171,8 @@ def _is_valid(line: dict[str, Any]) -> bool:
             return bool(_LABEL.fullmatch(label)) and all(isinstance(item, str) for item in overrides)
         case {"number": int(), "state": str(), "at": int() | float()}:
             texts = all(isinstance(line.get(key) or "", str) for key in ("error", "queued_as", "queue"))
-            return texts and isinstance(line.get("metrics") or {}, dict) and isinstance(line.get("slots", []), list)
+            values = (line.get("metrics") or {}, line.get("slots", []), line.get("rung", 0))
+            return texts and all(map(isinstance, values, (dict, list, int)))
     return not line.keys() & {"sweep", "label", "state"}
 
 
@@ -174,7 +184,7 @@ def _add_result(job: JobRecord) -> None:
         if job.state in DONE and not (job.directory / RESULT).exists():
             again = "; -m resume= runs it again" if job.trial is None else ""  # a study keeps a trial's outcome
             job.state, job.metrics, job.error = REMOVED, {}, f"its directory was removed{again}"
-    elif job.state in DONE or run.state in DONE:
+    elif job.state in DONE or (run.state in DONE and run.state != PAUSED):
         job.end = job.end if job.state == run.state else None
         job.state, job.metrics, job.error = run.state, run.metrics, run.error
     elif job.state == "queued":
@@ -188,7 +198,8 @@ def _update(job: JobRecord, line: dict[str, Any]) -> None:
     if line["state"] == STOPPING:
         job.stop_requested = True
         return
-    job.state, job.is_due = line["state"], False
+    job.state, job.rung = line["state"], line.get("rung", job.rung)
+    job.is_due = job.state == WAITING  # it was promoted
     if job.state in ("running", "queued"):
         job.num_starts, job.stop_requested = job.num_starts + 1, False
         job.queued_as, job.queue = line.get("queued_as"), line.get("queue", "")

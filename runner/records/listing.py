@@ -27,7 +27,7 @@ from runner.records.start_time import started_at
 from runner.records.tables import Cells, as_number, format_number, without_empty_columns
 
 # The state of a sweep is the first of these states that one of its jobs has.
-STATES = ("running", "queued", "lost", "failed", "refused", "preempted", "removed", "waiting", "pruned", "finished")
+STATES = ("running", "queued", "lost", "failed", "refused", "preempted", "removed", "waiting", *DONE[::-1])
 UNITS_S = {"d": 86400, "h": 3600, "min": 60, "s": 1}
 
 Name = str | os.PathLike[str]  # of a run or sweep, or of a directory
@@ -54,7 +54,7 @@ class Entry:
 
     @property
     def done(self) -> str:
-        """The number of finished or pruned jobs, as 3/4; empty for a run."""
+        """The number of finished, pruned or paused jobs, as 3/4; empty for a run."""
         return f"{sum(run.state in DONE for run in self.runs)}/{len(self.runs)}" if self.is_sweep else ""
 
     @cached_property

@@ -6,12 +6,12 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import yaml
 
@@ -30,7 +30,7 @@ from runner.records.run_files import (
     write_atomically,
 )
 from runner.records.run_lock import RunLock, lock_directory
-from runner.records.run_record import RESULT, RUNNING, RunRecord, find_run
+from runner.records.run_record import DONE, RESULT, RUNNING, RunRecord, find_run
 from runner.records.settings import CONFIG, OVERRIDES
 from runner.records.start_time import STAMP, started_at
 
@@ -62,6 +62,15 @@ class Destination:
         return file.read_text() if file and file.exists() else self.directory
 
 
+class Pruner(Protocol):
+    """Ends a trial of a study before its last step."""
+
+    pause_at: int | None  # the trial pauses at its first evaluation at or after this step; None: it is pruned
+
+    def __call__(self, step: int, metrics: dict[str, float]) -> bool:
+        """Return True if the trial ends at this evaluation. Only rank 0 calls it."""
+
+
 class RunDirectory:
     """The files of one run. Only rank 0 writes; the other ranks have an instance with `writes=False`.
 
@@ -73,8 +82,8 @@ class RunDirectory:
         self.path, self.writes = path, writes
         self.record = RunRecord(path)
         self.attempt = Attempt(0)
-        self.pruner: Callable[[int, dict[str, float]], bool] | None = None
-        self.pruned = False
+        self.pruner: Pruner | None = None
+        self.stops_as: str | None = None  # the state in which a callback ended the run before its last step
         self._lock: RunLock | None = None
         self._start = time.monotonic()
         self._code: CustomCode | None = None
@@ -158,7 +167,7 @@ class RunDirectory:
         that a finished run stays finished. If the previous attempt was killed and its record still has the state
         running, that state is replaced by the state of this attempt.
         """
-        if not self.is_committed and state in ("finished", "pruned"):
+        if not self.is_committed and state in DONE:
             self.commit()
         self.record.state, self.record.error = state, error
         if not self.writes or self._is_lost():

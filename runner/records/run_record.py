@@ -37,7 +37,8 @@ from runner.records.settings import (
 
 RESULT = "result.json"
 RUNNING, LOST, NOT_RUN = "running", "lost", "not run"
-DONE = ("finished", "pruned")
+PAUSED = "paused"  # of a trial: a study may resume it later
+DONE = ("finished", "pruned", PAUSED)
 SPEEDS = {"samples_per_second": "max", "seconds": "min"}  # compared like metrics, with their directions
 
 
@@ -57,7 +58,7 @@ class RunRecord:
     """
 
     directory: Path
-    state: str = RUNNING  # running, finished, failed, preempted or pruned; current_run also returns other states
+    state: str = RUNNING  # running, preempted, failed or one of DONE; current_run also returns other states
     task: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
     monitor: dict[str, str] | None = None  # the fields of runner.records.monitor.Monitor

@@ -1,6 +1,7 @@
 """One sweep from its overrides to the table of its jobs."""
 
 import shutil
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -117,7 +118,7 @@ def _describe_lost(sweep: Sweep) -> str:
 
 
 def print_summary(directory: Path, over: Sequence[str] = ("seed",)) -> bool:
-    """Print the outcome of the jobs, with means over these keys. Return True if any is not finished or pruned."""
+    """Print the outcome of the jobs, with means over these keys. Return True if any is not done."""
     jobs = read_jobs(directory, "run", read_jobs_and_queues)
     known = {name for job in jobs for name in job.measured}
     print(f"\n{job_table(jobs, main_metrics(monitors_of(jobs), known)[:MAX_METRICS])}\n", flush=True)
@@ -127,8 +128,8 @@ def print_summary(directory: Path, over: Sequence[str] = ("seed",)) -> bool:
         if job.state == "failed":
             print(f"{job.label} failed: {job.directory / 'log.txt'}", flush=True)
     done = [job for job in jobs if job.state in DONE]
-    num_pruned = sum(job.state == "pruned" for job in done)
-    outcome = f"finished or pruned ({num_pruned})" if num_pruned else "finished"
+    counts = Counter(job.state for job in done)
+    outcome = " or ".join(["finished", *(f"{state} ({counts[state]})" for state in DONE[1:] if counts[state])])
     print(f"{len(done)} of {len(jobs)} jobs {outcome}: {directory}", flush=True)
     return len(done) < len(jobs)
 

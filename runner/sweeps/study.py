@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,18 @@ from runner.config.instantiate import create
 from runner.config.schema import Config
 from runner.config.texts import keep_text
 from runner.errors import InputError, first_line
-from runner.records.ledger import FAILED, REMOVED, JobRecord, is_sweep, job_of, read_ledger
-from runner.records.run_record import DONE
-from runner.sweeps.jobs import Composer, complete_overrides, first_value
-from runner.sweeps.study_options import StudyOptions, TrialPruner, check_study, distribution, open_storage
+from runner.records.ledger import FAILED, REMOVED, JobRecord, is_sweep, job_of, promotion, read_ledger, write_lines
+from runner.records.run_record import DONE, PAUSED
+from runner.sweeps.jobs import Composer, complete_overrides, first_value, new_job
+from runner.sweeps.rungs import Rungs
+from runner.sweeps.study_options import (
+    PausedAsPruned,
+    StudyOptions,
+    TrialPruner,
+    check_study,
+    distribution,
+    open_storage,
+)
 from runner.sweeps.sweep import Sweep
 
 JOURNAL = "study.journal"
@@ -37,6 +45,9 @@ class Study:
     fixed: list[str]  # the overrides that all jobs share
     swept: dict[str, Override]  # by key
     study: Any = None
+    proposing: Any = None  # the study as the sampler reads it
+    rungs: Rungs | None = None  # with hydra/sweeper/pruner=asha
+    first_trial: int = 0  # of this sweep; earlier trials are those of other sweeps
 
     def open(self, directory: Path) -> None:
         """Open or create the study of the sweep in this directory. Raises InputError if the options do not match it."""
@@ -46,11 +57,6 @@ class Study:
         options = self.options
         direction: Any = options.direction
         options.storage = options.storage or str(directory / JOURNAL)
-        for name in ("sampler", "pruner"):
-            try:
-                create(OmegaConf.to_container(getattr(options, name)))
-            except Exception as error:  # of any type, raised by the constructor
-                raise InputError(f"hydra.sweeper.{name}: {first_line(error)}") from None
         try:
             self.study = optuna.create_study(
                 storage=open_storage(options.storage),
@@ -73,14 +79,16 @@ class Study:
                 f"hydra.sweeper.storage={options.storage}: the study {name} lacks trials of {directory}; keep the "
                 "storage and the study_name with which the sweep was started"
             )
-        # A resumed study needs another seed: with the same one, the sampler would propose the first trials again.
-        sampler: Any = OmegaConf.to_container(options.sampler)
-        if (seed := sampler.get("seed")) is not None:
-            sampler["seed"] = seed + num_trials
-        self.study.sampler = create(sampler)
+        self.study.sampler, self.proposing = create(OmegaConf.to_container(options.sampler)), self.study
+        self.first_trial = next((job.trial for job in recorded if job.trial is not None), num_trials)
+        pruner = create(OmegaConf.to_container(options.pruner))
+        if isinstance(pruner, Rungs):
+            self.rungs = pruner
+            view: Any = PausedAsPruned(open_storage(options.storage))
+            self.proposing = optuna.load_study(study_name=name, storage=view)
 
     def next_trials(self) -> list[JobWithPruner]:
-        """Return the trials that were interrupted, or else at most `n_jobs` new ones; none after `n_trials`.
+        """Return the trials that were interrupted, or else at most `n_jobs` promoted and new ones, `n_trials` in all.
 
         A trial that was stopped by itself is interrupted, but this sweep does not run it again. The study keeps the
         value of a job whose directory was removed.
@@ -88,7 +96,8 @@ class Study:
         self.report_outcomes()
         if self.sweep.find_failed():
             return []
-        jobs, known = read_ledger(Path(str(self.sweep.directory))), self.study.get_trials(deepcopy=False)
+        path = Path(str(self.sweep.directory))
+        jobs, known = read_ledger(path), self.study.get_trials(deepcopy=False)
         tried = {job.number for job in self.sweep.jobs}
         interrupted = [
             job
@@ -98,13 +107,39 @@ class Study:
         ]
         if interrupted:
             return [self._with_pruner(job) for job in interrupted]
-        trials = []
-        for _ in range(min(self.options.n_jobs, self.options.n_trials - len(jobs))):
-            trial = self.study.ask({key: distribution(override) for key, override in self.swept.items()})
-            overrides = [*self.fixed, *(f"{key}={value}" for key, value in trial.params.items())]
-            job = self.sweep.add_job(overrides, list(self.swept), trial=trial.number)
-            trials.append(self._with_pruner(job))
-        return trials
+        n_jobs, number = self.options.n_jobs, max((job.number for job in jobs), default=-1) + 1
+        promoted = self._promote(jobs, known)[:n_jobs]
+        num_new = max(0, min(n_jobs - len(promoted), self.options.n_trials - len(jobs)))
+        added = [self._propose(number + index, path) for index in range(num_new)]
+        # In one write, so that a sweep that was killed here resumes with all of them or decides again.
+        write_lines(path, *(promotion(job.number, job.rung) for job in promoted), *(job.line() for job in added))
+        return [self._with_pruner(job) for job in (*promoted, *added)]
+
+    def _promote(self, jobs: Sequence[JobRecord], known: Sequence[Any]) -> list[JobRecord]:
+        """Return the paused jobs that continue, each with its next rung."""
+        if self.rungs is None:
+            return []
+        values = {job.number: known[job.trial].intermediate_values for job in jobs if job.trial is not None}
+        paused = {job.number: job for job in jobs if job.state == PAUSED}
+        rungs = {number: job.rung for number, job in paused.items()}
+        chosen = self.rungs.choose(values, rungs, maximizes=self.options.direction == "maximize")
+        return [replace(paused[number], rung=rung) for number, rung in chosen]
+
+    def _propose(self, number: int, directory: Path) -> JobRecord:
+        """Return a job with a new trial of the study.
+
+        Each trial has its own seed, so that the sampler of a resumed sweep proposes the same trials as that of one that
+        was not interrupted. Samplers whose seed determines a fixed sequence of points keep it.
+        """
+        from optuna.samplers import GridSampler, QMCSampler
+
+        sampler: Any = OmegaConf.to_container(self.options.sampler)
+        if sampler.get("seed") is not None and not isinstance(self.study.sampler, (GridSampler, QMCSampler)):
+            self.study.sampler = create(sampler | {"seed": sampler["seed"] + self.first_trial + number})
+        self.proposing.sampler = self.study.sampler
+        trial = self.proposing.ask({key: distribution(override) for key, override in self.swept.items()})
+        overrides = [*self.fixed, *(f"{key}={value}" for key, value in trial.params.items())]
+        return replace(new_job(number, overrides, list(self.swept), directory), trial=trial.number)
 
     def report_outcomes(self) -> None:
         """Report the outcomes of all ended trials to the study. Raises InputError if no finished job has the metric."""
@@ -119,7 +154,8 @@ class Study:
                 f"has: {', '.join(sorted(finished[0].metrics))}"
             )
         for job in jobs:
-            if job.trial is None or trials[job.trial].state.is_finished() or job.state not in (*DONE, *FAILED):
+            has_ended = job.state in (*DONE, *FAILED) and job.state != PAUSED
+            if job.trial is None or trials[job.trial].state.is_finished() or not has_ended:
                 continue
             value = job.metrics.get(metric, math.nan)
             if job.state == "finished" and math.isfinite(value):
@@ -130,7 +166,10 @@ class Study:
     def _with_pruner(self, job: JobRecord) -> JobWithPruner:
         pruner: Any = OmegaConf.to_container(self.options.pruner)
         assert job.trial is not None and self.options.storage is not None
-        return job, TrialPruner(self.options.storage, self.study.study_name, job.trial, self.options.metric, pruner)
+        pause_at = self.rungs.step_of(job.rung) if self.rungs else None
+        return job, TrialPruner(
+            self.options.storage, self.study.study_name, job.trial, self.options.metric, pruner, pause_at
+        )
 
 
 def run_study(

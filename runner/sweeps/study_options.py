@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from runner.config.diagnostics.import_target import locate
+from runner.config.diagnostics.type_hints import show
 from runner.config.instantiate import create
 from runner.config.schema import Config
-from runner.errors import InputError, as_input_error, did_you_mean, require_packages
+from runner.errors import InputError, as_input_error, did_you_mean, first_line, require_packages
+from runner.sweeps.rungs import Rungs
 
 DIRECTIONS = {"max": "maximize", "min": "minimize"}
 
@@ -46,6 +48,32 @@ def check_study(options: StudyOptions, swept: Mapping[str, Override], config: Co
     for override in swept.values():
         with as_input_error(f"{override.input_line}: "):
             distribution(override)
+    for name in ("sampler", "pruner"):
+        try:
+            created = create(OmegaConf.to_container(getattr(options, name)))
+        except InputError:
+            raise
+        except Exception as error:  # of any type, raised by the constructor
+            raise InputError(f"hydra.sweeper.{name}: {first_line(error)}") from None
+        if isinstance(created, Rungs):
+            _check_rungs(created, options.metric, swept, config)
+
+
+def _check_rungs(rungs: Rungs, metric: str, swept: Mapping[str, Override], config: Config) -> None:
+    """Raise InputError if no trial could ever pause, as far as is known before the data is loaded."""
+    named = "hydra/sweeper/pruner=asha pauses trials at evaluations before the end of a run"
+    if metric.startswith("train/"):
+        raise InputError(f"hydra.sweeper.metric={metric}: {named}, which have no {metric}; set a metric of evaluations")
+    if swept.keys() & {"epochs", "eval_every", "eval_every_steps", "max_steps"}:
+        return  # the trials differ
+    last = config.max_steps or math.inf
+    if config.eval_every >= config.epochs and (config.eval_every_steps or math.inf) >= last:
+        raise InputError(
+            f"eval_every_steps={show(config.eval_every_steps)}: {named}; with eval_every={config.eval_every}, epochs="
+            f"{config.epochs} and max_steps={show(config.max_steps)} there is none; set a smaller eval_every_steps"
+        )
+    if rungs.min_resource >= last:
+        raise InputError(f"hydra.sweeper.pruner.min_resource={rungs.min_resource} must be below max_steps={last}")
 
 
 def choose_metric(metric: str | None, direction: str | None, config: Config) -> tuple[str, str]:
@@ -95,7 +123,7 @@ def distribution(override: Override) -> Any:
 
 @dataclass
 class TrialPruner:
-    """Reports a trial's metric to its study, and returns True if the study's pruner stops the trial.
+    """Reports a trial's metric to its study, and returns True if the study's pruner ends or pauses the trial.
 
     Only rank 0 calls it, possibly in another process, for which it is pickled before the first call.
     """
@@ -105,6 +133,7 @@ class TrialPruner:
     trial: int
     metric: str
     pruner: dict[str, Any]
+    pause_at: int | None = None  # with hydra/sweeper/pruner=asha
 
     def __post_init__(self) -> None:
         self._trial: Any = None
@@ -116,16 +145,37 @@ class TrialPruner:
         if self._trial is None:
             import optuna
 
-            study = optuna.load_study(
-                study_name=self.study_name, storage=open_storage(self.storage), pruner=create(self.pruner)
-            )
+            pruner = create(self.pruner) if self.pause_at is None else optuna.pruners.NopPruner()
+            study = optuna.load_study(study_name=self.study_name, storage=open_storage(self.storage), pruner=pruner)
             recorded = study.get_trials(deepcopy=False)[self.trial]
             self._trial = optuna.trial.Trial(study, recorded._trial_id)
             self._reported_steps = set(recorded.intermediate_values)  # those of earlier attempts
         if step not in self._reported_steps:
             self._trial.report(metrics[self.metric], step)
             self._reported_steps.add(step)
-        return bool(self._trial.should_prune())
+        return bool(self._trial.should_prune()) if self.pause_at is None else step >= self.pause_at
+
+
+class PausedAsPruned:
+    """A storage in which paused trials are pruned ones, from whose values a sampler learns.
+
+    In the real storage they are running: Optuna would not accept another value of a pruned trial that is promoted.
+    """
+
+    def __init__(self, storage: Any):
+        self._storage = storage
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._storage, name)
+
+    def get_all_trials(self, study_id: int, deepcopy: bool = True, states: Any = None) -> list[Any]:
+        from optuna.trial import TrialState
+
+        trials = self._storage.get_all_trials(study_id, deepcopy=True)
+        for trial in trials:
+            if trial.state == TrialState.RUNNING and trial.intermediate_values:
+                trial.state = TrialState.PRUNED
+        return [trial for trial in trials if states is None or trial.state in states]
 
 
 def open_storage(storage: str) -> Any:

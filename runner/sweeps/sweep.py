@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from runner.records import ledger
 from runner.records.ledger import JobRecord, SweepRecord, is_stop_requested, job_of, read_ledger
 from runner.records.run_directory import Command, Destination, create_directory, new_directory
 from runner.records.run_record import DONE, find_run
-from runner.sweeps.jobs import Composer, check_shared, new_job, number_jobs, shared_values
+from runner.sweeps.jobs import Composer, check_shared, number_jobs, shared_values
 from runner.sweeps.queues import check_launchers, find_unfinished
 from runner.sweeps.study_options import TrialPruner
 
@@ -84,7 +84,7 @@ class Sweep:
 
         `swept` are the keys that have several values. `check` and `prepare` may raise InputError. `prepare` is called
         with the directory on rank 0, before anything is written there; the jobs are then examples, and the sweeper
-        adds its own with `add_job`.
+        adds its own to the ledger.
         """
         for job in jobs:  # an unknown key or option is refused before torch is imported for the values
             composer.load(job)
@@ -250,7 +250,7 @@ class Sweep:
             ledger.write_state(job.directory.parent, job.number, state, **facts)
 
     def write_outcome(self, job: JobRecord, metrics: dict[str, float]) -> str:
-        """Record that a job has finished or was pruned, and return this state."""
+        """Record that a job has finished, was pruned or has paused, and return this state."""
         if self.rank_info.rank != 0:
             return "finished"
         run = find_run(job.directory)
@@ -261,14 +261,6 @@ class Sweep:
         state = run.state if run.state in DONE else "finished"
         self.write_state(job, state, metrics=metrics)
         return state
-
-    def add_job(self, overrides: list[str], varying: list[str], trial: int) -> JobRecord:
-        """Add a trial of the study to the ledger of the open sweep, on rank 0, and return its job."""
-        assert self.directory is not None
-        number = max((job.number for job in read_ledger(Path(self.directory))), default=-1) + 1
-        job = replace(new_job(number, overrides, varying, Path(self.directory)), trial=trial)
-        ledger.write_lines(Path(self.directory), job.line())
-        return job
 
 
 def _check_code(recorded: list[JobRecord], launcher: dict[str, Any]) -> None:

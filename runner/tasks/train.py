@@ -116,7 +116,7 @@ def _record_stop(trainer: Trainer, directory: RunDirectory) -> None:
     """Record that callbacks have stopped the run, and why."""
     reason = trainer.stop_reason
     directory.record.stopped = reason or None
-    directory.pruned = not trainer.stops_as_finished
+    directory.stops_as = trainer.stops_as
     log.info("stopped after step %d%s", trainer.state.step, f": {reason}" if reason else "")
 
 
@@ -124,7 +124,8 @@ def _log_end(monitor: Monitor, metrics: Mapping[str, float], directory: RunDirec
     values = [f"{name} {format_number(metrics[name])}" for name in main_metrics([monitor], metrics)]
     if (best := directory.record.best) and best["step"] != directory.record.step:
         values.append(f"best {monitor.name} {format_number(best['value'])} after step {best['step']:.0f}")
-    end = f"pruned after step {directory.record.step}" if directory.pruned else "finished"
+    end = directory.stops_as or "finished"
+    end += f" after step {directory.record.step}" if end != "finished" else ""
     log.info("%s: %s", end, ", ".join(values))
     log.info("run directory: %s", directory.path)
     if any(directory.path.glob("events.out.tfevents.*")):  # TensorBoard's files, also if a custom logger wrote them

@@ -23,6 +23,8 @@ from runner.training.mode import ParallelModel
 from runner.training.replay import Replay
 from runner.training.throughput import StragglerMeter, ThroughputMeter, peak_memory_mib
 
+STOPS: tuple[Outcome, ...] = ("finished", "pruned", "paused")  # the first one counts if callbacks differ
+
 
 @dataclass
 class Trainer:
@@ -36,8 +38,7 @@ class Trainer:
     meter: ThroughputMeter
     callbacks: Callbacks
     evaluation_is_missing: bool = False  # the resumed run was interrupted before an evaluation that was due
-    stopped: bool = False  # a callback of any rank ended the run before the last step
-    stops_as_finished: bool = False  # a callback that ended the run has stops_as="finished"
+    stops_as: Outcome | None = None  # `stops_as` of the callback of any rank that ended the run before the last step
     stop_reason: str = ""  # on rank 0: that of the first rank whose callback ended the run
     checksums: list[float] = field(default_factory=list)  # of this rank's samples, since the last logged step
     straggler: StragglerMeter = field(init=False)
@@ -46,6 +47,10 @@ class Trainer:
     def __post_init__(self) -> None:
         self.straggler = StragglerMeter(self.world, self.experiment.axes)
         self.replay = Replay(self.config.replay_every_steps, self.experiment.recipe, self.world)
+
+    @property
+    def stopped(self) -> bool:
+        return self.stops_as is not None
 
     @property
     def steps_per_epoch(self) -> int:
@@ -71,7 +76,7 @@ class Trainer:
                 self.callbacks.on_start(run)
                 evaluated = self._train()
                 metrics = {**self.state.logged, **evaluated}  # `logged` also exists after a resume at the end
-                outcome = "pruned" if self.stopped and not self.stops_as_finished else "finished"
+                outcome = self.stops_as or "finished"
             except Preempted:
                 outcome = "preempted"
                 raise
@@ -101,6 +106,8 @@ class Trainer:
                 if self._is_evaluation_due():
                     metrics |= self._evaluate()
                     if self.stopped:
+                        if self.stops_as == "paused" and not self.state.step_in_epoch:
+                            self.callbacks.call("after_epoch", Progress(self.state))  # the resumed run does not
                         return metrics
                 elif self.callbacks.may_stop_after_steps and self._callbacks_stop():
                     return metrics | self._evaluate()
@@ -205,11 +212,10 @@ class Trainer:
         """Return True if a callback of any rank stops the run here. All ranks must call it."""
         if self.callbacks.may_stop and not self.stopped and self.state.step < self.num_steps:
             reasons = self.callbacks.stop_reasons()
-            votes = self.world.collectives.any_of_async(bool(reasons), "finished" in reasons)
-            self.stopped, self.stops_as_finished = votes()
-            if self.stopped:
-                stops_as = "finished" if self.stops_as_finished else "pruned"
-                found = self.world.collectives.gather_objects(reasons.get(stops_as, "")) or []
+            votes = self.world.collectives.any_of_async(*(state in reasons for state in STOPS))()
+            self.stops_as = next((state for state, any_votes in zip(STOPS, votes, strict=True) if any_votes), None)
+            if self.stops_as:
+                found = self.world.collectives.gather_objects(reasons.get(self.stops_as, "")) or []
                 self.stop_reason = next(filter(None, found), "")
         return self.stopped
 

@@ -43,6 +43,8 @@ def result_of(run: Path) -> dict[str, object]:
     [
         ("finished", 0, "", 0),
         ("finished", 1, "yes", 0),  # the signal came at the end
+        ("pruned", 0, "", 0),
+        ("paused", 1, "yes", 0),
         ("failed", 1, "yes", 1),
         ("running", 0, "", 1),
         ("running", 1, "yes", 143),  # the signal came before the training loop

@@ -11,6 +11,7 @@ from commands import Commands
 from custom_files import write_files
 from worlds import configure, jobs_of, only_run
 
+from runner.records.ledger import read_ledger
 from runner.sweeps.study_options import choose_metric
 
 optuna: Any = pytest.importorskip("optuna", reason="needs the extra optuna")
@@ -122,8 +123,10 @@ def test_a_resumed_study_keeps_its_storage_and_direction_and_proposes_new_trials
     assert len(jobs_of(tmp_path)) == 2
 
     assert here("-m", "resume=last", "hydra.sweeper.n_trials=4") == 0
-    proposed = [trial.params["optimizer.lr"] for trial in open_study(tmp_path).trials]
+    proposed = [job.overrides[-1] for job in jobs_of(tmp_path)]
     assert len(proposed) == len(set(proposed)) == 4
+    assert here("-m", *TOY, *RANDOM, "hydra.sweeper.n_trials=4", "hydra.sweeper.n_jobs=4", "name=whole") == 0
+    assert [job.overrides[-1] for job in read_ledger(only_run(tmp_path, "whole").path)] == proposed
 
 
 @pytest.mark.thorough
@@ -167,6 +170,8 @@ def test_a_study_optimizes_the_monitor_by_default(
     assert choose_metric(*given, configure(*TOY, *overrides)[0]) == (metric, direction)
 
 
+ASHA = "seed=range(3) hydra/sweeper/pruner=asha"
+OFTEN = f"{ASHA} eval_every_steps=8"
 INVALID = {
     "seed=0": "hydra/sweeper=optuna has nothing to vary",
     "seed=range(3) hydra.sweeper.metric=val/acuracy": "did you mean val/accuracy?",
@@ -175,6 +180,12 @@ INVALID = {
     "seed=range(3) hydra.sweeper.storage=sqlite:////no/such/folder/study.db": "hydra.sweeper.storage=sqlite:////no/",
     "seed=range(3) hydra.sweeper.sampler._target_=optuna.Nothing": "hydra.sweeper.sampler: ",
     "optimizer.lr=tag(log,interval(0,1))": "optimizer.lr=tag(log,interval(0,1)): ",
+    f"{OFTEN} hydra.sweeper.pruner.min_resource=0": "pruner.min_resource=0 must be an integer of at least 1",
+    f"{OFTEN} hydra.sweeper.pruner.reduction_factor=1": ".reduction_factor=1 must be an integer of at least 2",
+    f"{OFTEN} hydra.sweeper.metric=train/loss": "hydra.sweeper.metric=train/loss: hydra/sweeper/pruner=asha",
+    ASHA: "eval_every_steps=null: hydra/sweeper/pruner=asha pauses trials at evaluations before the end of a run",
+    f"{ASHA} max_steps=8 eval_every_steps=8": "epochs=1 and max_steps=8 there is none; set a smaller eval_every_steps",
+    f"{ASHA} max_steps=8 eval_every_steps=4 hydra.sweeper.pruner.min_resource=8": "must be below max_steps=8",
 }
 
 

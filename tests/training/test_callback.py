@@ -233,7 +233,7 @@ def test_an_exception_on_one_rank_ends_all_ranks(tmp_path: Path, watch: Callable
     assert "raised by the callback watch in after_step" in error
 
 
-@pytest.mark.parametrize("state", ["pruned", "finished"])
+@pytest.mark.parametrize("state", ["pruned", "paused", "finished"])
 def test_a_callback_of_one_rank_stops_all_ranks_after_a_checkpoint(
     state: str, tmp_path: Path, watch: Callable[..., tuple[str, ...]]
 ) -> None:
@@ -243,6 +243,8 @@ def test_a_callback_of_one_rank_stops_all_ranks_after_a_checkpoint(
     assert made.result["stopped"] == "enough of rank 1"
     assert made.result["weights_sha256"]
     assert [calls(tmp_path, rank)[-1]["outcome"] for rank in range(2)] == [state, state]
+    epochs = [call["step"] for call in calls(tmp_path, 0) if call["called"] == "after_epoch"]
+    assert epochs == ([4, 8] if state == "paused" else [4])  # a run that has paused resumes in the next epoch
 
 
 def test_is_due_is_read_before_each_step_and_never_before_on_start_or_in_an_evaluation(

@@ -13,7 +13,7 @@ from runner.distributed.failures.signals import INTERRUPTED, Stopped, interrupti
 from runner.errors import InputError, JobFailed
 from runner.launchers.followed_log import FollowedLog
 from runner.records.run_files import make_directory, read_bytes, readable, write_atomically
-from runner.records.run_record import find_run
+from runner.records.run_record import DONE, find_run
 
 JOB = Path("slurm") / "job"  # the file with the id of the directory's last job
 QUERY_TIMEOUT_S = 60.0
@@ -90,7 +90,7 @@ def follow(job: str, directory: Path, log: Path) -> dict[str, float]:
         leave_queued(job)
     state, status = _final_state(job)
     run = find_run(directory)
-    if state == "COMPLETED" and run.state == "finished":
+    if state == "COMPLETED" and run.state in DONE:
         return run.metrics
     text = f"job {job} ended {state}, status {status}; its log is {log}"
     print(text, file=sys.stderr, flush=True)

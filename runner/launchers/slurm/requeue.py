@@ -24,7 +24,7 @@ def main() -> int:
     directory, status = Path(sys.argv[1]), int(sys.argv[2])
     signaled = bool(sys.argv[3]) or (directory / STOPPED).exists()
     state = _state_of_this_start(directory)
-    if state == "finished":
+    if state in DONE:
         return 0
     if state == "running" and not signaled:
         return _fail(directory, f"the job ended with status {status} before its run recorded an outcome", status)

@@ -23,7 +23,7 @@ class Predictions(Protocol):
 class RunOutcome:
     """The outcome of this attempt. It is true if the run is complete, so that it need not be resumed."""
 
-    state: str  # finished, pruned, preempted or failed
+    state: str  # finished, pruned, paused, preempted or failed
 
     def __bool__(self) -> bool:
         return self.state in ("finished", "pruned")

@@ -20,10 +20,11 @@ from runner.records.loggers.contract import Logger, Predictions, RunOutcome
 from runner.records.loggers.dashboard import History, RunFacts, read_ids, save_id
 from runner.records.loggers.images import draw_confusion
 from runner.records.run_files import without_links
+from runner.records.run_record import DONE
 from runner.records.settings import dotted, to_text
 
 STORE, ARTIFACTS, LOCK = "mlflow.db", "mlflow-artifacts", ".mlflow.lock"  # in the directory of all runs
-STATUS = {"finished": "FINISHED", "pruned": "FINISHED", "preempted": "KILLED", "failed": "FAILED"}
+STATUS = {**dict.fromkeys(DONE, "FINISHED"), "preempted": "KILLED", "failed": "FAILED"}
 INTERVAL_S = 2.0  # between two batches of metrics
 MAX_METRICS, MAX_PARAMS, MAX_PARAM_LENGTH = 1000, 100, 6000  # of a batch, and of a value: MLflow's limits
 RESPONSE_S, MAX_RETRIES, FLUSH_S, CLOSE_S = 10, 2, 10, 60

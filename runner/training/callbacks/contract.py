@@ -22,7 +22,7 @@ from runner.training.metrics.confusion import Predictions
 
 log = logging.getLogger(__name__)
 
-Outcome = Literal["finished", "pruned", "preempted", "failed"]
+Outcome = Literal["finished", "pruned", "paused", "preempted", "failed"]
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Callback:
 
     may_stop: bool = False
     wants_to_stop: bool = False
-    stops_as: Literal["finished", "pruned"] = "pruned"
+    stops_as: Literal["finished", "pruned", "paused"] = "pruned"
     stop_reason: str = ""
 
     @property

@@ -1,9 +1,9 @@
-"""Callbacks that end a run before its last step: early stopping, and pruning of a study's trial."""
+"""Callbacks that end a run before its last step: early stopping, and pruning or pausing of a study's trial."""
 
 import math
-from collections.abc import Callable
 
 from runner.records.monitor import Monitor
+from runner.records.run_directory import Pruner
 from runner.training.callbacks.contract import Callback, Progress, RunInfo
 
 
@@ -41,15 +41,19 @@ class EarlyStop(Callback):
 
 
 class Pruning(Callback):
-    """Ends a trial when the study's pruner decides so on rank 0, given the step and the metrics."""
+    """Ends or pauses a trial when the study's pruner decides so on rank 0, given the step and the metrics."""
 
     may_stop = True
 
-    def __init__(self, pruner: Callable[[int, dict[str, float]], bool], decides: bool):
+    def __init__(self, pruner: Pruner, decides: bool):
         self._pruner, self._decides = pruner, decides
+        self.stops_as = "pruned" if pruner.pause_at is None else "paused"
 
     def on_start(self, run: RunInfo) -> None:
+        """Pause again if the process was killed after it had saved the checkpoint at which the trial pauses."""
         self._num_steps = run.num_steps
+        if self._pruner.pause_at is not None:
+            self.wants_to_stop = max(run.evaluations, default=0) >= self._pruner.pause_at
 
     def after_evaluation(self, now: Progress) -> None:
         if now.step < self._num_steps:  # after the last step, the trial is reported as finished
