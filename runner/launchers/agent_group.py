@@ -15,6 +15,7 @@ RETRY_S = 2.0  # between two attempts to start the agent of a lost machine again
 STEADY_S = 30.0  # after which an agent that was started again counts as running
 FAILED_S = 30.0  # for the other agents to end by themselves after one has failed
 SAVE_S = 40.0  # for the ranks to save and exit after a signal
+EARLY_S = 10.0  # by which the exit of ranks that have saved may be noticed before the loss because of which they saved
 
 
 @dataclass
@@ -57,7 +58,8 @@ class AgentGroup:
         self._end_s, self._wait_s = end_s, end_s if len(names) == 1 else 0.0
         self._nodes: list[_Node] = []
         self._stopped_at: float | None = None
-        self._lost_at = -math.inf  # the last time
+        self._losses: list[float] = []  # when an agent was lost
+        self._loss = ""  # the last one
         self.lost = ""  # why the run cannot continue
         self.signal: str | None = None  # the first one that this process has received
 
@@ -84,15 +86,27 @@ class AgentGroup:
                 for node in self._nodes:
                     node.agent.close()
                     node.agent.kill()
+        if self.is_interrupted and self.num_losses > self._max_restarts:
+            self.lost = self._loss
         ended = [(node.ended_at, number, node.status) for number, node in enumerate(self._nodes) if not node.is_lost]
         return {number: status for _, number, status in sorted(ended) if status is not None}
 
     @property
+    def num_losses(self) -> int:
+        """The number of times that one agent was lost: the one that was lost most often."""
+        return max(node.num_losses for node in self._nodes)
+
+    @property
     def is_interrupted(self) -> bool:
-        """True if all ranks have saved and exited, because one agent has lost its connection to this process."""
+        """True if all ranks have saved and exited, because one agent has lost its connection to this process.
+
+        Only the times show the cause. So this is also true if the ranks were stopped on purpose within `end_s` seconds
+        after a loss, or EARLY_S seconds before it.
+        """
         ended_at = min((node.ended_at for node in self._nodes if node.status == PREEMPTED), default=math.inf)
         by_itself = self._stopped_at is None or ended_at < self._stopped_at
-        return by_itself and not (self.lost or self.signal) and ended_at - self._lost_at <= self._end_s
+        are_near = any(-EARLY_S <= ended_at - lost_at <= self._end_s for lost_at in self._losses)
+        return by_itself and are_near and not (self.lost or self.signal)
 
     def _watch(self, number: int, node: _Node) -> None:
         """Record the end of an agent. If its machine is lost, start it again, leave it out, or stop the others."""
@@ -108,8 +122,10 @@ class AgentGroup:
             node.status, node.is_lost, node.ended_at = status, why is not None, now
             return
         if node.lost_at is None:
-            print(f"{node.name} is lost: {why}", file=sys.stderr, flush=True)
-            node.num_losses, node.lost_at, self._lost_at = node.num_losses + 1, now, now
+            self._loss = f"{node.name} is lost: {why}"
+            print(self._loss, file=sys.stderr, flush=True)
+            node.num_losses, node.lost_at = node.num_losses + 1, now
+            self._losses.append(now)
         retry_at = node.lost_at + self._wait_s
         others = [other for other in self._nodes if other is not node and not other.is_lost]
         if len(others) >= self._min_nodes or any(other.status == 0 for other in others):  # or the run is finished

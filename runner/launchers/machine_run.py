@@ -1,9 +1,11 @@
 """A run on several machines with an agent on each, as every launcher that starts processes elsewhere needs it."""
 
+import itertools
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from runner.config.request import Request
@@ -51,8 +53,8 @@ def run_on_machines(machines: Machines, world: AgentWorld, request: Request) -> 
         log.unlink(missing_ok=True)  # of an earlier attempt
     followed, before = FollowedLog(path / LOG, only_new=not is_new), result_mtime_ns(path)
 
-    def start(number: int) -> Agent:
-        launcher = _torchrun(machines, world, number)
+    def start(rdzv_id: str, number: int) -> Agent:
+        launcher = _torchrun(machines, world, rdzv_id, number)
         assignment = Assignment(own, launcher, silence_s=machines.silence_s, save_s=machines.save_s)
         with logs[number].open("ab") as file:
             return machines.start(number, assignment, file, file)
@@ -60,14 +62,16 @@ def run_on_machines(machines: Machines, world: AgentWorld, request: Request) -> 
     def why_lost(number: int, status: int) -> str | None:
         return machines.why_lost(number, status, logs[number].read_text(errors="replace"))
 
-    names = [machine.name for machine in machines.machines]
-    limits = (world.min_nodes, world.max_restarts, world.join_timeout_s)
+    names, max_restarts = [machine.name for machine in machines.machines], world.max_restarts
     try:
-        for _ in range(world.max_restarts + 1):
-            group = AgentGroup(names, start, why_lost, *limits, machines.end_s)
+        for number in itertools.count():
+            start_agent = partial(start, f"runner{number}")  # the earlier agents have closed their rendezvous
+            limits = (world.min_nodes, max_restarts, world.join_timeout_s)
+            group = AgentGroup(names, start_agent, why_lost, *limits, machines.end_s)
             statuses = group.run(followed.print_new)
             if not group.is_interrupted:
                 break
+            max_restarts -= group.num_losses
         followed.print_new()
         is_recorded = result_mtime_ns(path) != before
         if group.signal is not None:
@@ -84,13 +88,14 @@ def run_on_machines(machines: Machines, world: AgentWorld, request: Request) -> 
             shutil.rmtree(path)
 
 
-def _torchrun(machines: Machines, world: AgentWorld, number: int) -> Torchrun:
+def _torchrun(machines: Machines, world: AgentWorld, rdzv_id: str, number: int) -> Torchrun:
     """Return the launcher of the agent on a machine."""
     num, is_fixed = len(machines.machines), world.min_nodes == len(machines.machines)
     launcher = Torchrun(
         machines.machines[number].num,
         num if is_fixed else f"{world.min_nodes}:{num}",
         world.endpoint if num > 1 else None,
+        rdzv_id,
         max_restarts=world.max_restarts,
         join_timeout_s=world.join_timeout_s,
         node_rank=number if is_fixed else None,

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,6 +93,22 @@ def test_ranks_that_save_because_a_connection_is_lost_are_interrupted(group: Cal
     assert run(made) == {0: 143, 1: 143} and not made.is_interrupted
     made = group([Agent()], [Agent(LOST), Agent(1)], max_restarts=1, end_s=60)  # saves because the other one has failed
     assert run(made) == {0: 143, 1: 1} and not made.is_interrupted
+    made = group([Agent(143, after=3)], [Agent(LOST)], min_nodes=1, max_restarts=0, end_s=60)  # is not started again
+    assert run(made) == {0: 143} and not made.is_interrupted and made.lost == "node1 is lost: no route"
+
+
+@pytest.mark.parametrize(
+    ("saved_s", "lost_s", "is_interrupted"), [(0, 5, True), (0, 20, False), (50, 0, True), (70, 0, False)]
+)
+def test_ranks_that_save_long_before_or_after_a_loss_are_not_interrupted(
+    saved_s: int, lost_s: int, is_interrupted: bool, group: Callable[..., AgentGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.append(now.pop() + seconds))
+    for name, value in {"time": clock, "POLL_S": 1.0, "FAILED_S": 30.0}.items():
+        monkeypatch.setattr(agent_group, name, value)
+    made = group([Agent(143, after=saved_s)], [Agent(LOST, after=lost_s), Agent()], max_restarts=1, end_s=60)
+    assert run(made) == {0: 143, 1: 143} and made.is_interrupted == is_interrupted
 
 
 def test_the_others_are_stopped_at_once_if_too_few_are_left(group: Callable[..., AgentGroup]) -> None:
