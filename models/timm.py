@@ -29,10 +29,10 @@ def create(
         advice = f"did you mean {' or '.join(near)}?" if near else "timm.list_models() returns the names"
         raise ValueError(f"name={name} is not a model of timm; {advice}")
     shape: dict[str, Any] = {"num_classes": num_outputs, "in_chans": sample_shape[0]}
-    if (config := timm.get_pretrained_cfg(name)) and config.fixed_input_size:
-        shape["img_size"] = tuple(sample_shape[1:])
     try:
+        if (config := timm.get_pretrained_cfg(name)) and config.fixed_input_size:
+            shape["img_size"] = tuple(sample_shape[1:])
         model: nn.Module = timm.create_model(name, **{**shape, **(options or {})})
-    except (TypeError, AssertionError) as error:
-        raise ValueError(f"timm refuses the options of {name}: {error}") from None
+    except (TypeError, AssertionError, RuntimeError) as error:
+        raise ValueError(f"timm refuses {name} with these options: {error}") from None
     return model

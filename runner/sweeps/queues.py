@@ -61,6 +61,12 @@ def check_launchers(
         if applies:
             raise InputError(f"launcher={named['launcher']} queues jobs, but {conflict}; use only one of the two")
     for (config, chosen), queue in zip(jobs, queues, strict=True):
+        task = locate(config.task["_target_"])
+        if queue.is_remote and (not task.trains or task.reads_run):  # its results would not be in the job's directory
+            raise InputError(
+                f"launcher={chosen['launcher']}: a sweep only trains, and task={chosen['task']} does not; type a "
+                "command for each job"
+            )
         if queue.is_remote and not queue.dry_run and (messages := check_outputs(config.outputs)):
             raise InputError(*messages)  # the ledger is on this machine
         check_queueable(config.task, chosen)

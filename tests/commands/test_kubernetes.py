@@ -208,12 +208,15 @@ def test_a_sweep_replaces_failed_jobs_and_adds_others(cluster: Cluster, tmp_path
     killed.kill()
     killed.wait(timeout=60)
     (sweep,) = cluster.runs.iterdir()
-    assert [*cluster.api.jobs] == [f"{sweep.name}-0"]
+    assert [*cluster.api.jobs] == [f"run-{sweep.name}-0"]
+    assert read_ledger(sweep)[0].queued_as in (None, f"tests/default/run-{sweep.name}-0")
     (tmp_path / "fixed").touch()
     done = cluster.finish("-m", "resume=last", *launcher, "seed=1,2")
     assert done.returncode == 0 and "2 of 2 jobs finished" in done.stdout, done.stdout + done.stderr
     jobs = read_ledger(sweep)
     assert [(job.label, job.state) for job in jobs] == [("0", "finished"), ("1-seed-2", "finished")]
     assert [len([*read_attempts(job.directory)]) for job in jobs] == [2, 1]
+    again = cluster.finish(*words, *launcher, "seed=1", f"run_id={sweep.name}/0")
+    assert again.returncode == 0 and f"run_id={sweep.name}/0 is finished" in again.stdout, again.stdout + again.stderr
     here = run(tmp_path / "here", 1, *TINY, "max_steps=12", "seed=1")
     assert Run(jobs[0].directory).result["weights_sha256"] == here.result["weights_sha256"]

@@ -165,6 +165,7 @@ def test_the_end_of_the_job_is_that_of_the_command(here: Here, api: KubernetesAp
         (("task=plan",), "run_id=baseline has no effect on task=plan"),
         (("-m", "seed=1,2", "run_id=", "launcher.namespace=nowhere"), 'namespaces "nowhere" not found'),
         (("-m", "hydra/sweeper=optuna", "optimizer.lr=interval(0.1,0.2)"), "launcher=kubernetes queues jobs, but"),
+        (("-m", "task=collectives", "backend.timeout_s=8,9", "run_id="), "a sweep only trains"),
         (("-m", "seed=1,2", "outputs=kubeconfig/runs"), "kubeconfig is no writable directory"),
         (("run_id=sweep/0-a",), "run_id=sweep/0-a must name a job of a sweep, but "),
         (("run_id=" + "a" * 62,), "is too long for the names of pods; type at most 59 characters"),

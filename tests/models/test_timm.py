@@ -49,7 +49,8 @@ def test_a_model_of_timm_equals_a_plain_loop(name: str, case: Case, tmp_path: Pa
     ("words", "message"),
     [
         ((*IMAGE, "model.name=resnt18"), "name=resnt18 is not a model of timm; did you mean resnet18"),
-        ((*IMAGE, "model.name=test_vit", "model.options={widht:3}"), "timm refuses the options of test_vit: "),
+        ((*IMAGE, "model.name=test_vit", "model.options={widht:3}"), "timm refuses test_vit with these options: "),
+        ((*IMAGE, "model.name=test_vit.wrong"), "timm refuses test_vit.wrong with these options: "),
         (("data=toy",), "timm needs image samples"),
     ],
 )

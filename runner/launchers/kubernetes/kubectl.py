@@ -76,18 +76,22 @@ class Api:
 
 
 def connect(context: str | None, namespace: str | None) -> Api:
-    """Return the API of the namespace, or else that of the context. Raise InputError without kubectl or the context."""
+    """Return the API of the namespace, or else that of the context, which is the current one if it is None.
+
+    Raises InputError without kubectl or the context.
+    """
     if shutil.which("kubectl") is None:
         raise InputError(
             "launcher=kubernetes needs kubectl, which is not on this machine; launcher.dry_run=true prints the Job"
         )
     try:
-        chosen = _kubectl(context, "config", "view", "--minify", "--output=jsonpath={..namespace}").strip()
+        template = "jsonpath={..namespace}{'\\n'}{.current-context}"
+        chosen, _, current = _kubectl(context, "config", "view", "--minify", f"--output={template}").partition("\n")
     except ApiError as error:
         if context:
             raise InputError(f"launcher.context={context}: {error}") from None
-        chosen = ""  # in a pod, without a file of contexts
-    return Api(context, namespace or chosen or "default")
+        chosen = current = ""  # in a pod, without a file of contexts
+    return Api(current or None, namespace or chosen or "default")  # also if the current context changes later
 
 
 def _kubectl(context: str | None, *arguments: str, standard_input: str = "") -> str:

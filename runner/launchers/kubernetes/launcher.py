@@ -5,7 +5,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 import yaml
 
 from runner.config.diagnostics.import_target import locate
-from runner.config.pointers import named_directory
 from runner.config.request import Request
 from runner.distributed.environment import RankInfo
 from runner.distributed.failures.signals import INTERRUPTED, Stopped, interruptible, signals_deferred
@@ -88,13 +87,13 @@ class Kubernetes(Queue):
     def launch(self, request: Request, rank_info: RankInfo) -> dict[str, float]:
         """Print or create the Job. With `wait`, follow it, and return the run's metrics if this machine sees them."""
         config, given = request.config, request.destination.directory
-        run_id = Path(given or config.run_id or time.strftime(STAMP)).name
-        directory = named_directory(run_id, config.name, config.outputs)
-        assert directory is not None
-        if given and Path(given).absolute() != directory:
-            raise InputError(f"launcher=kubernetes resumes only runs in {directory.parent}, not {given}")
+        parent = Path(config.outputs).absolute() / config.name
+        directory = Path(given).absolute() if given else parent / (config.run_id or time.strftime(STAMP))
+        if not directory.is_relative_to(parent):
+            raise InputError(f"launcher=kubernetes resumes only runs in {parent}, not {given}")
+        run_id = str(directory.relative_to(parent))
         arguments = self._arguments(request, run_id)
-        job = self._render(run_id, arguments)
+        job = self._render(config.name, run_id, arguments)
         _check_outputs(config.outputs, job)
         if self.dry_run:
             self._print(job)
@@ -111,41 +110,39 @@ class Kubernetes(Queue):
 
     def submit_sweep(self, jobs: Sequence[Request], directory: Path) -> list[str]:
         """Print or create the Jobs. Return their names as CONTEXT/NAMESPACE/JOB; [] if they are printed."""
-        names = []
+        num_before = len(self._submitted)
         for request in jobs:
-            run = Path(str(request.destination.directory))
-            arguments = self._arguments(request, f"{directory.name}/{run.name}")
-            job = self._render(f"{directory.name}-{run.name.partition('-')[0]}", arguments)
+            run_id = f"{directory.name}/{Path(str(request.destination.directory)).name}"
+            job = self._render(request.config.name, run_id, self._arguments(request, run_id))
             _check_outputs(request.config.outputs, job)
             if self.dry_run:
                 self._print(job)
                 continue
-            api = connect(self.context, self.namespace)
             try:
-                self._create_service(api)
-                while not (_create_job(api, job) or self._find(api, job, keeps_complete=False)):
-                    pass  # the previous Job of this name has been deleted
+                with interruptible():
+                    self._submit(connect(self.context, self.namespace), job)
             except ApiError as error:
                 raise InputError(f"launcher=kubernetes: {error}") from None
-            names.append(f"{self.context or ''}/{api.namespace}/{job['metadata']['name']}")
-        self._submitted += names
-        return names
+            except (KeyboardInterrupt, Stopped):
+                _leave_running(self._submitted)
+        return self._submitted[num_before:]
+
+    def _submit(self, api: Api, job: Object) -> None:
+        """Create a Job of a sweep, and add its name to those of the submitted ones."""
+        self._create_service(api)
+        found = None
+        while found is None:
+            with signals_deferred():
+                found = _create_job(api, job)
+            found = found or self._find(api, job, keeps_complete=False)
+        self._submitted.append(f"{api.context or ''}/{api.namespace}/{job['metadata']['name']}")
 
     @classmethod
     def find_ended(cls, names: Sequence[str]) -> set[str]:
-        known: dict[tuple[str, str], set[str]] = {}  # the Jobs that wait or run, by context and namespace
-        ended = set()
-        for name in names:
-            context, namespace, job = name.rsplit("/", 2)
-            if (context, namespace) not in known:
-                api = connect(context or None, namespace)
-                try:
-                    known[context, namespace] = {job["metadata"]["name"] for job in api.jobs() if not end_of(job)}
-                except ApiError:
-                    return set()
-            if job not in known[context, namespace]:
-                ended.add(name)
-        return ended
+        try:
+            return _find_ended(names)
+        except ApiError:
+            return set()
 
     def max_jobs(self) -> int:
         """Return 1, so that each Job is recorded as soon as it exists."""
@@ -153,15 +150,19 @@ class Kubernetes(Queue):
 
     def wait_for_sweep(self) -> bool:
         """With launcher.wait, return when all Jobs of the sweep have ended. Return True if the method waited."""
-        left = set(self._submitted)
+        left, printed = set(self._submitted), set[str]()
         try:
             with interruptible():
-                while self.wait and (left := left - self.find_ended([*left])):
+                while self.wait and left:
+                    try:
+                        left -= _find_ended([*left])
+                    except ApiError as error:
+                        if str(error) not in printed:
+                            print_messages([f"kubectl: {error}"])
+                        printed.add(str(error))
                     time.sleep(POLL_S)
         except (KeyboardInterrupt, Stopped):
-            jobs = " ".join(sorted(name.rpartition("/")[2] for name in left))
-            print(f"\nthe Jobs continue; `kubectl delete job {jobs}` ends them", file=sys.stderr, flush=True)
-            raise SystemExit(INTERRUPTED) from None
+            _leave_running(left)
         return self.wait
 
     def _run(self, api: Api, job: Object, again: str) -> None:
@@ -235,8 +236,11 @@ class Kubernetes(Queue):
         text = yaml.safe_dump_all(json.loads(json.dumps(objects)), explicit_start=True, sort_keys=False)
         print(text, end="")  # json removes what YAML would write as anchors
 
-    def _render(self, run_id: str, arguments: Sequence[str]) -> Object:
-        name = re.sub("[^a-z0-9]+", "-", run_id.lower()).strip("-")
+    def _render(self, name: str, run_id: str, arguments: Sequence[str]) -> Object:
+        """Return the Job of a run in `outputs`/NAME. The Jobs of a sweep need short names of their own."""
+        sweep, _, label = run_id.rpartition("/")
+        text = f"{name}-{sweep}-{label.partition('-')[0]}" if sweep else run_id
+        name = re.sub("[^a-z0-9]+", "-", text.lower()).strip("-")
         if len(f"{name}-{self._num_pods - 1}") > MAX_NAME:
             raise InputError(
                 f"run_id={run_id} is too long for the names of pods; type at most {MAX_NAME - 4} characters"
@@ -276,6 +280,28 @@ def _create_job(api: Api, job: Object) -> Object | None:
     if created:
         print(f"created Job {job['metadata']['name']} in namespace {api.namespace}", flush=True)
     return created
+
+
+def _find_ended(names: Sequence[str]) -> set[str]:
+    """Return the Jobs, each CONTEXT/NAMESPACE/JOB, that neither wait nor run. Raise ApiError if that is unknown."""
+    unfinished: dict[tuple[str, str], set[str]] = {}  # by context and namespace
+    ended = set()
+    for name in names:
+        context, namespace, job = name.rsplit("/", 2)
+        if (context, namespace) not in unfinished:
+            found = connect(context or None, namespace).jobs()
+            unfinished[context, namespace] = {each["metadata"]["name"] for each in found if not end_of(each)}
+        if job not in unfinished[context, namespace]:
+            ended.add(name)
+    return ended
+
+
+def _leave_running(names: Collection[str]) -> NoReturn:
+    """End the command after a signal; its Jobs continue."""
+    jobs = " ".join(sorted(name.rpartition("/")[2] for name in names))
+    text = f"the Jobs continue; `kubectl delete job {jobs}` ends them" if jobs else "no Job has been created"
+    print(f"\n{text}", file=sys.stderr, flush=True)
+    raise SystemExit(INTERRUPTED) from None
 
 
 def _check_end(name: str, end: tuple[str, str] | None) -> None:
