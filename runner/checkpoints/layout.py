@@ -33,6 +33,7 @@ class TrainState:
     step_in_epoch: int  # steps done of the current epoch
     batch_size: int  # of the steps that step_in_epoch counts
     skipped_steps: int = 0  # steps done without an update: see on_nonfinite
+    ended_epochs: int = 0  # epochs for which the callbacks' after_epoch was called
     logged: dict[str, float] = field(default_factory=dict)  # the losses of the last step whose losses were logged
 
     def after_step(self, ends_epoch: bool) -> "TrainState":

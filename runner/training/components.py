@@ -20,7 +20,7 @@ from runner.optimization.precision import convert
 from runner.records.loggers.composite import CompositeLogger
 from runner.records.loggers.contract import Logger
 from runner.records.monitor import BY_LOSS, Direction, Monitor
-from runner.training.callbacks.contract import Callback
+from runner.training.callbacks.contract import STOPS, Callback
 from runner.training.first_samples import FirstSamples
 from runner.training.metrics.classification import Auto as AutoMetrics
 from runner.training.metrics.contract import Metric
@@ -259,9 +259,11 @@ def make_callbacks(nodes: Mapping[str, Any]) -> dict[str, Callback]:
     """Construct the custom callbacks, by name. Raise InputError for an invalid option or callback."""
     callbacks = _make_named("callbacks", nodes)
     for name, callback in callbacks.items():
+        at = f"callbacks.{name}._target_={nodes[name]['_target_']}"
         if not isinstance(callback, Callback):
-            target = nodes[name]["_target_"]
-            raise InputError(f"callbacks.{name}._target_={target}: not a callback; derive it from runner.Callback")
+            raise InputError(f"{at}: not a callback; derive it from runner.Callback")
+        if callback.stops_as not in STOPS:
+            raise InputError(f"{at}: stops_as={callback.stops_as!r} must be {', '.join(STOPS[:-1])} or {STOPS[-1]}")
     return callbacks
 
 

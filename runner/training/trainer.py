@@ -17,13 +17,11 @@ from runner.input.checksum import NUM_STEPS
 from runner.input.sampler import count_steps
 from runner.objectives.objective import PassValues, begin_passes
 from runner.training.build import Experiment
-from runner.training.callbacks.contract import Callbacks, Outcome, Progress, RunInfo, Update
+from runner.training.callbacks.contract import STOPS, Callbacks, Outcome, Progress, RunInfo, Update
 from runner.training.evaluation import evaluate, logged_means, with_total
 from runner.training.mode import ParallelModel
 from runner.training.replay import Replay
 from runner.training.throughput import StragglerMeter, ThroughputMeter, peak_memory_mib
-
-STOPS: tuple[Outcome, ...] = ("finished", "pruned", "paused")  # the first one counts if callbacks differ
 
 
 @dataclass
@@ -96,6 +94,7 @@ class Trainer:
             metrics |= self._evaluate()
             if self.stopped:
                 return metrics
+        self._end_epoch()  # if the resumed run was interrupted before
         while self.state.step < self.num_steps:
             steps = self.experiment.train_loader.steps(self.state.epoch, self.state.step_in_epoch)
             for batch in itertools.islice(steps, self.num_steps - self.state.step):
@@ -106,15 +105,19 @@ class Trainer:
                 if self._is_evaluation_due():
                     metrics |= self._evaluate()
                     if self.stopped:
-                        if self.stops_as == "paused" and not self.state.step_in_epoch:
-                            self.callbacks.call("after_epoch", Progress(self.state))  # the resumed run does not
                         return metrics
                 elif self.callbacks.may_stop_after_steps and self._callbacks_stop():
                     return metrics | self._evaluate()
-            if self.state.step < self.num_steps:
-                self.callbacks.call("after_epoch", Progress(self.state))
-                self.meter.pause()
+            self._end_epoch()
         return metrics | self._evaluate()  # also for a run that was resumed after its last step
+
+    def _end_epoch(self) -> None:
+        """Call after_epoch once after each epoch except the last."""
+        state = self.state
+        if not state.step_in_epoch and state.ended_epochs < state.epoch and state.step < self.num_steps:
+            self.state = replace(state, ended_epochs=state.epoch)
+            self.callbacks.call("after_epoch", Progress(self.state))
+            self.meter.pause()
 
     def step(self, batch: StepBatch) -> None:
         """Make one optimizer step over all ranks."""

@@ -33,16 +33,20 @@ FILES = {
                     file.write(f"{now.step} ")
 
         class NotOne: ...
+
+        class Later(Callback):
+            stops_as = "later"
     """,
     "callbacks/first.yaml": "first: {_target_: first.First, every: 1}\n",
     "callbacks/bare.yaml": "first: {_target_: first.First}\n",
     "callbacks/second.yaml": "second: {_target_: second.Second}\n",
+    "callbacks/later.yaml": "later: {_target_: second.Later}\n",
     "callbacks/not_one.yaml": "it: {_target_: second.NotOne}\n",
     "callbacks/nameless.yaml": "_target_: first.First\n",
     "experiment/both.yaml": "# @package _global_\ndefaults:\n  - override /callbacks: [first, second]\n",
 }
 NONE, SECOND = {}, {"second": "1 2 "}
-OPTIONS = "(bare, first, nameless, none, not_one, second)"
+OPTIONS = "(bare, first, later, nameless, none, not_one, second)"
 
 
 @pytest.fixture
@@ -94,6 +98,10 @@ def test_chosen_callbacks_are_called(
         (
             ["callbacks=not_one"],
             "callbacks.it._target_=second.NotOne: not a callback; derive it from runner.Callback",
+        ),
+        (
+            ["callbacks=later"],
+            "callbacks.later._target_=second.Later: stops_as='later' must be finished, pruned or paused",
         ),
     ],
     ids=lambda given: " ".join(given) if isinstance(given, list) else "",

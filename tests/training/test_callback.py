@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import cast
 
@@ -14,7 +15,7 @@ from mode_cases import tier
 from ranks import RankError, run_ranks
 from worlds import MODES, Run, run
 
-from runner.checkpoints.layout import TrainState
+from runner.checkpoints.layout import TrainState, list_checkpoints, read_facts
 from runner.training.callbacks.contract import Callback, Callbacks, Progress, RunInfo
 
 END = Progress(TrainState(step=1, epoch=1, step_in_epoch=0, batch_size=1))
@@ -244,7 +245,61 @@ def test_a_callback_of_one_rank_stops_all_ranks_after_a_checkpoint(
     assert made.result["weights_sha256"]
     assert [calls(tmp_path, rank)[-1]["outcome"] for rank in range(2)] == [state, state]
     epochs = [call["step"] for call in calls(tmp_path, 0) if call["called"] == "after_epoch"]
-    assert epochs == ([4, 8] if state == "paused" else [4])  # a run that has paused resumes in the next epoch
+    assert epochs == [4]  # a resumed run calls it
+
+
+COUNTED = """
+import os
+import signal
+
+from runner import Callback
+from runner.checkpoints.saved_state import LocalState
+
+
+class Counted(Callback):
+    may_stop = True
+    stops_as = "paused"
+
+    def __init__(self):
+        self.ends, self.epochs = os.environ["ENDS"], 0
+
+    def after_step(self, now):
+        if self.ends == "signal" and now.step == 3:  # the run ends after step 4, before its evaluation
+            os.kill(os.getpid(), signal.SIGTERM)
+        if self.ends == "crash" and now.step == 5:
+            raise ArithmeticError("the newest checkpoint is that of the evaluation after step 4")
+
+    def after_evaluation(self, now):
+        self.wants_to_stop = self.ends == "pause" and now.step == 4
+
+    def after_epoch(self, now):
+        self.epochs += 1
+
+    def state(self, model):
+        return LocalState(facts={"epochs": self.epochs})
+
+    def load_state(self, saved):
+        self.epochs = saved.facts["epochs"]
+"""
+
+
+@pytest.mark.parametrize("ends", ["pause", "signal", "crash", "finished"])
+def test_after_epoch_is_called_once_for_each_epoch_of_an_interrupted_run(
+    ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "counted.py").write_text(COUNTED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "counted", raising=False)
+    monkeypatch.setenv("ENDS", ends)
+    words = [word for word in SMALL if word != "epochs=2"] + ["+callbacks.count._target_=counted.Counted"]
+    with pytest.raises(RankError) if ends in ("signal", "crash") else nullcontext():
+        run(tmp_path / "outputs", 1, *words, f"epochs={1 if ends == 'finished' else 3}")
+    (path,) = (tmp_path / "outputs" / "run").iterdir()
+    assert [each.name for each in list_checkpoints(path / "checkpoints")] == ["step_4"]
+    monkeypatch.setenv("ENDS", "")
+    resumed = run(tmp_path / "outputs", 1, f"resume={path}", "epochs=3")
+    assert [*resumed.values("val/loss")] == [4, 8, 12]
+    assert read_facts(path / "checkpoints" / "step_12")["epochs"] == 2  # not after the last one
 
 
 def test_is_due_is_read_before_each_step_and_never_before_on_start_or_in_an_evaluation(

@@ -23,6 +23,7 @@ from runner.training.metrics.confusion import Predictions
 log = logging.getLogger(__name__)
 
 Outcome = Literal["finished", "pruned", "paused", "preempted", "failed"]
+STOPS: tuple[Outcome, ...] = ("finished", "pruned", "paused")  # the first one counts if callbacks differ
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,10 @@ class Callback:
         """Called after each evaluation, with the metrics of the whole validation data."""
 
     def after_epoch(self, now: Progress) -> None:
-        """Called after each epoch except the last, and after its evaluation if one is due."""
+        """Called after each epoch except the last, and after its evaluation if one is due.
+
+        A run that is resumed from a checkpoint before this call calls it after `on_start` and that evaluation.
+        """
 
     def after_checkpoint(self, now: Progress, path: Path) -> None:
         """Called on rank 0 when a checkpoint is complete; on the other ranks it may still be incomplete.
