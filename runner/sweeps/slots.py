@@ -5,7 +5,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -18,7 +18,7 @@ from runner.distributed.failures.signals import handling_signals, received
 from runner.errors import InputError, JobFailed, print_messages
 from runner.launchers.machines import Agent
 from runner.records.ledger import JobRecord
-from runner.records.run_record import NOT_RUN, RUNNING, find_run
+from runner.records.run_record import find_run, watch_outcome
 from runner.records.tables import format_number
 from runner.sweeps.slot_machines import SlotMachine
 from runner.sweeps.sweep import Sweep
@@ -29,7 +29,10 @@ SAVE_TIMEOUT_S = 30.0  # for jobs to save and exit after a signal
 
 @dataclass
 class RunningJob:
-    """A running job with its machine, its slots there and its agent. `stderr` is a file for its standard error."""
+    """A running job with its machine, its slots there and its agent.
+
+    stderr: a file for its standard error. has_outcome: whether this start has recorded its outcome in result.json.
+    """
 
     job: JobRecord
     request: Request
@@ -37,6 +40,7 @@ class RunningJob:
     slots: list[int]
     agent: Agent
     stderr: IO[bytes]
+    has_outcome: Callable[[], bool]
 
 
 def check_jobs(machines: Sequence[SlotMachine], configs: Sequence[Config]) -> None:
@@ -176,18 +180,19 @@ class _Slots:
 def _start(sweep: Sweep, job: JobRecord, request: Request, machine: SlotMachine, slots: list[int]) -> RunningJob:
     with contextlib.ExitStack() as opened:
         stderr = opened.enter_context(tempfile.TemporaryFile())
+        has_outcome = watch_outcome(job.directory)
         sweep.write_state(job, "running", slots=slots)
         # The lines of its output are in the job's log.txt.
         agent = machine.start(request, slots, subprocess.DEVNULL, stderr)
         opened.pop_all()  # record_ended closes the file
-    return RunningJob(job, request, machine, slots, agent, stderr)
+    return RunningJob(job, request, machine, slots, agent, stderr, has_outcome)
 
 
 def _record_outcome(sweep: Sweep, ended: RunningJob, stderr: str, stopped: bool) -> None:
     """Record and print the outcome of a job. `stopped` is True if it was signaled to stop."""
     ended.agent.close()
     status, run = ended.agent.status or 0, find_run(ended.job.directory)
-    if status == 0 and run.state not in (RUNNING, NOT_RUN):  # otherwise user code has called os._exit(0)
+    if status == 0 and ended.has_outcome():  # otherwise user code has called os._exit(0)
         state = sweep.write_outcome(ended.job, run.metrics)
         text = "  ".join(f"{name} {format_number(value)}" for name, value in run.metrics.items())
     else:

@@ -56,10 +56,12 @@ class Study:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         options = self.options
         direction: Any = options.direction
+        is_shared = options.storage is not None  # possibly with other sweeps
         options.storage = options.storage or str(directory / JOURNAL)
         try:
+            storage = open_storage(options.storage)
             self.study = optuna.create_study(
-                storage=open_storage(options.storage),
+                storage=storage,
                 study_name=options.study_name or directory.name,
                 direction=direction,
                 load_if_exists=True,
@@ -80,18 +82,18 @@ class Study:
                 "storage and the study_name with which the sweep was started"
             )
         self.study.sampler, self.proposing = create(OmegaConf.to_container(options.sampler)), self.study
-        self.first_trial = next((job.trial for job in recorded if job.trial is not None), num_trials)
+        if is_shared:
+            self.first_trial = next((job.trial for job in recorded if job.trial is not None), num_trials)
         pruner = create(OmegaConf.to_container(options.pruner))
         if isinstance(pruner, Rungs):
             self.rungs = pruner
-            view: Any = PausedAsPruned(open_storage(options.storage))
+            view: Any = PausedAsPruned(storage)
             self.proposing = optuna.load_study(study_name=name, storage=view)
 
     def next_trials(self) -> list[JobWithPruner]:
         """Return the trials that were interrupted, or else at most `n_jobs` promoted and new ones, `n_trials` in all.
 
-        A trial that was stopped by itself is interrupted, but this sweep does not run it again. The study keeps the
-        value of a job whose directory was removed.
+        A trial that was stopped by itself is interrupted, but this sweep does not run it again.
         """
         self.report_outcomes()
         if self.sweep.find_failed():
@@ -103,7 +105,7 @@ class Study:
             job
             for job in jobs
             if job.trial is not None and job.number not in tried and job.state not in (*DONE, *FAILED)
-            if job.state != REMOVED or not known[job.trial].state.is_finished()
+            if job.state != REMOVED or not self._knows_outcome(job, known[job.trial])
         ]
         if interrupted:
             return [self._with_pruner(job) for job in interrupted]
@@ -114,6 +116,11 @@ class Study:
         # In one write, so that a sweep that was killed here resumes with all of them or decides again.
         write_lines(path, *(promotion(job.number, job.rung) for job in promoted), *(job.line() for job in added))
         return [self._with_pruner(job) for job in (*promoted, *added)]
+
+    def _knows_outcome(self, job: JobRecord, trial: Any) -> bool:
+        """Return True if the study has the value with which the trial has ended, or has paused at its rung."""
+        has_paused = self.rungs and max(trial.intermediate_values, default=0) >= self.rungs.step_of(job.rung)
+        return bool(trial.state.is_finished() or has_paused)
 
     def _promote(self, jobs: Sequence[JobRecord], known: Sequence[Any]) -> list[JobRecord]:
         """Return the paused jobs that continue, each with its next rung."""

@@ -72,8 +72,13 @@ def _check_rungs(rungs: Rungs, metric: str, swept: Mapping[str, Override], confi
             f"eval_every_steps={show(config.eval_every_steps)}: {named}; with eval_every={config.eval_every}, epochs="
             f"{config.epochs} and max_steps={show(config.max_steps)} there is none; set a smaller eval_every_steps"
         )
+    least = f"hydra.sweeper.pruner.min_resource={rungs.min_resource}"
     if rungs.min_resource >= last:
-        raise InputError(f"hydra.sweeper.pruner.min_resource={rungs.min_resource} must be below max_steps={last}")
+        raise InputError(f"{least} must be below max_steps={last}")
+    if config.eval_every >= config.epochs and config.max_steps and config.eval_every_steps:
+        newest = (config.max_steps - 1) // config.eval_every_steps * config.eval_every_steps
+        if rungs.min_resource > newest:
+            raise InputError(f"{least}: {named}; the last one is after step {newest}; set at most {newest}")
 
 
 def choose_metric(metric: str | None, direction: str | None, config: Config) -> tuple[str, str]:
@@ -166,6 +171,8 @@ class PausedAsPruned:
         self._storage = storage
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_storage":  # of a copy, before its attributes are set
+            raise AttributeError(name)
         return getattr(self._storage, name)
 
     def get_all_trials(self, study_id: int, deepcopy: bool = True, states: Any = None) -> list[Any]:
@@ -179,10 +186,10 @@ class PausedAsPruned:
 
 
 def open_storage(storage: str) -> Any:
-    """Return the storage of a study as Optuna accepts it, for a database's URL or the path of a journal file."""
-    if "://" in storage:
-        return storage
-    from optuna.storages import JournalStorage
+    """Open the storage of a study, given the URL of a database or the path of a journal file."""
+    from optuna.storages import JournalStorage, get_storage
     from optuna.storages.journal import JournalFileBackend
 
+    if "://" in storage:
+        return get_storage(storage)
     return JournalStorage(JournalFileBackend(str(Path(storage).absolute())))

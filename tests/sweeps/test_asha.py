@@ -1,5 +1,6 @@
 """hydra/sweeper/pruner=asha: trials pause at rungs, and the best ones continue from their checkpoints."""
 
+import copy
 import functools
 import itertools
 import json
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 from commands import Commands
+from custom_files import write_files
 from worlds import Run, jobs_of, only_run
 
 from runner.records import ledger
@@ -94,6 +96,7 @@ def test_the_sampler_learns_from_paused_trials_which_can_still_finish() -> None:
     real.tell(paused, 0.1)
     assert [trial.state.name for trial in seen.trials] == ["COMPLETE", "RUNNING"]
     assert seen.ask().number == new.number + 1
+    assert len(copy.deepcopy(PausedAsPruned(storage)).get_all_trials(real._study_id)) == 3
 
 
 @pytest.mark.thorough
@@ -127,6 +130,10 @@ def test_trials_pause_and_the_best_ones_finish_as_without_a_pause(
     before = decisions(sweep)
     assert here("-m", "resume=last") == 0  # nothing is left
     assert decisions(sweep) == before and jobs_of(tmp_path)[0].num_starts == jobs[0].num_starts
+    removed = next(job for job in jobs if job.state == "paused").directory.rename(tmp_path / "removed")
+    assert here("-m", "resume=last") == 1  # which keeps the value of the trial, and does not train it again
+    assert decisions(sweep) == before and [job.num_starts for job in jobs_of(tmp_path)] == [1 + j.rung for j in jobs]
+    removed.rename(next(job.directory for job in jobs_of(tmp_path) if job.state == "removed"))
     assert here("-m", "resume=last", "hydra.sweeper.n_trials=6") == 0
     assert decisions(sweep)[: len(before)] == before and len(jobs_of(tmp_path)) == 6
     # A paused trial may be trained to its end as a single run; its study then knows its value.
@@ -143,12 +150,17 @@ def test_trials_pause_and_the_best_ones_finish_as_without_a_pause(
 
 
 def kill_at_times(number: int) -> None:
-    """Kill this process before it records its third pause, after its eighth write, or in a promoted trial."""
+    """Kill this process after its first proposal, and then, in turn, at other times.
+
+    Those are before it records its third pause, after its eighth write, and in a promoted trial.
+    """
     real_write, real_report = ledger.write_lines, TrialPruner.__call__
     num_writes, num_pauses = itertools.count(1), itertools.count(1)
 
     def write(directory: Path, *lines: dict[str, Any]) -> None:
         pauses = any(line.get("state") == "paused" for line in lines)
+        if number == 0 and any("label" in line for line in lines):  # the study already has the trials
+            os.kill(os.getpid(), signal.SIGKILL)
         if number % 3 == 0 and pauses and next(num_pauses) == 3:  # result.json has been written
             os.kill(os.getpid(), signal.SIGKILL)
         real_write(directory, *lines)
@@ -184,6 +196,30 @@ def test_a_sweep_that_is_killed_often_decides_as_one_in_slots(commands: Commands
     assert decisions(killed) == decisions(undisturbed)
     assert outcomes(killed) == outcomes(undisturbed)
     assert {job.state for job in read_ledger(killed)} == {"finished", "paused"}
+
+
+EXITS = """
+import os
+from pathlib import Path
+
+from runner import Callback
+
+
+class Exits(Callback):
+    def __init__(self):
+        if len(list(Path().glob("outputs/run/*/*/checkpoints"))) == 2:  # in the promoted trial
+            os._exit(0)
+"""
+
+
+@pytest.mark.thorough
+def test_a_promoted_trial_that_exits_before_it_continues_has_not_paused_again(here: Here, tmp_path: Path) -> None:
+    write_files(tmp_path / "mine", {"exits.py": EXITS, "callbacks/exits.yaml": "exits: {_target_: exits.Exits}\n"})
+    two = [word.replace("n_trials=4", "n_trials=2") for word in ASHA]
+    slots = ("hydra/launcher=slots", "hydra.launcher.slots=1")
+    assert here("--config-dir", "mine", "-m", "callbacks=exits", *TOY, *two, *slots) == 1
+    promoted, paused = sorted(jobs_of(tmp_path), key=lambda job: -job.rung)
+    assert (promoted.state, promoted.error, paused.state) == ("failed", "exit status 0", "paused")
 
 
 @pytest.mark.thorough

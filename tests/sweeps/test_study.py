@@ -137,6 +137,9 @@ def test_sweeps_share_a_study_in_a_database(here: Here, tmp_path: Path) -> None:
     assert here(*arguments) == here(*arguments, "seed=1") == 0
     study = optuna.load_study(study_name="both", storage=f"sqlite:///{tmp_path}/study.db")
     assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 2
+    pausing = ("seed=2", "hydra/sweeper/pruner=asha", "hydra.sweeper.pruner.min_resource=4", "eval_every_steps=4")
+    assert here(*arguments, *pausing) == 0
+    assert [*study.trials[2].intermediate_values] == [4] and study.trials[2].state.name == "RUNNING"
     del study
     gc.collect()
 
@@ -186,6 +189,7 @@ INVALID = {
     ASHA: "eval_every_steps=null: hydra/sweeper/pruner=asha pauses trials at evaluations before the end of a run",
     f"{ASHA} max_steps=8 eval_every_steps=8": "epochs=1 and max_steps=8 there is none; set a smaller eval_every_steps",
     f"{ASHA} max_steps=8 eval_every_steps=4 hydra.sweeper.pruner.min_resource=8": "must be below max_steps=8",
+    f"{ASHA} max_steps=8 eval_every_steps=5 hydra.sweeper.pruner.min_resource=6": "the last one is after step 5; set",
 }
 
 
