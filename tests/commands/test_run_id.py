@@ -113,7 +113,8 @@ def test_a_run_with_another_configuration_is_refused(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("run_id=a/b",), "run_id=a/b must be 1 to 64 letters"),
+        (("run_id=a/b/c",), "run_id=a/b must be 1 to 64 letters"),
+        (("run_id=a/b",), "run_id=a/b must name a job of a sweep, but "),
         (("run_id=a,b",), "run_id=a,b: a run or a sweep has one run_id"),
         (("-m", "run_id=a,b", "seed=1,2"), "run_id=a,b: a run or a sweep has one run_id"),
         (("run_id=first", "task=plan"), "run_id=first has no effect on task=plan"),
