@@ -53,7 +53,7 @@ def find_facts(shared: Path) -> HostFacts:
     gpus = _find_gpus()
     return HostFacts(
         versions(),
-        _hash_code(),
+        hash_code(),
         [*_find_problems(shared)],
         len(gpus),
         gpus,
@@ -80,7 +80,8 @@ def _last_line(text: str) -> str:
     return lines[-1] if lines else "no response"
 
 
-def _hash_code() -> str:
+def hash_code() -> str:
+    """Return a hash of the runner's own modules."""
     found = hashlib.sha256()
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         found.update(path.read_bytes())

@@ -1,19 +1,20 @@
 """The contract of machines on which agents (runner.launchers.agent) run, for single runs and for sweeps."""
 
 import tempfile
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, ClassVar, NamedTuple, Protocol
 
 from runner.distributed.failures.signals import Stopped, handling_signals, interruptible
 from runner.errors import InputError, Preempted, print_messages
 from runner.launchers.agent import Assignment
-from runner.launchers.host_facts import HostFacts, find_facts, write_hashes
+from runner.launchers.host_facts import HostFacts, hash_code, write_hashes
+from runner.process.daemon_thread import call_in_daemon
 from runner.records.frozen_code import code_files
+from runner.records.provenance import versions
 
 
 class Machine(NamedTuple):
@@ -84,13 +85,13 @@ def check_machines(machines: Machines, outputs: Path, config_dirs: Sequence[str]
     with _until_stopped(), tempfile.NamedTemporaryFile(dir=existing, prefix=".shared-") as shared:
         write_hashes(Path(shared.name), code_files(config_dirs))
         machines.reserve()
-        own = find_facts(Path(shared.name))
         found = _find_all_facts(machines, shared.name)
     facts, messages = list[HostFacts](), list[str]()
+    own_versions, own_code = versions(), hash_code()
     for machine, each in zip(machines.machines, found, strict=True):
         if isinstance(each, HostFacts):
             facts.append(each)
-            each = "; ".join(_differences(each, own))
+            each = "; ".join(_differences(each, own_versions, own_code))
         if each:
             messages.append(f"{machines.key}={machine.name}: {each}")
     if messages:
@@ -106,16 +107,8 @@ def warn_of_used_gpus(key: str, facts: HostFacts, num_gpus: int) -> None:
 
 def _find_all_facts(machines: Machines, shared: str) -> list[HostFacts | str]:
     """Return the facts of all machines, or why there are none. The threads are daemons, which delay no exit."""
-    futures = [Future[HostFacts | str]() for _ in machines.machines]
-
-    def find(number: int) -> None:
-        try:
-            futures[number].set_result(machines.find_facts(number, shared))
-        except BaseException as error:
-            futures[number].set_exception(error)
-
-    for number in range(len(futures)):
-        threading.Thread(target=find, args=(number,), daemon=True, name="facts").start()
+    finds = [partial(machines.find_facts, number, shared) for number in range(len(machines.machines))]
+    futures = [call_in_daemon(find, "facts") for find in finds]
     return [future.result() for future in futures]
 
 
@@ -129,13 +122,13 @@ def _until_stopped() -> Iterator[None]:
         raise Preempted(str(error)) from None
 
 
-def _differences(facts: HostFacts, own: HostFacts) -> list[str]:
+def _differences(facts: HostFacts, own_versions: Mapping[str, str], own_code: str) -> list[str]:
     """Return what keeps the machine from running ranks of this command."""
     found = [
         f"{package} {facts.versions.get(package)}, but {version} here"
-        for package, version in own.versions.items()
+        for package, version in own_versions.items()
         if version != facts.versions.get(package)
     ]
-    if facts.code != own.code and not found:
+    if facts.code != own_code and not found:
         found.append("another state of the runner's code than here")
     return found + facts.problems

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 from mode_cases import Case
-from parity import COMMON
+from parity import COMMON, losses_of_a_plain_loop
 from runner.shipped.data.random import RandomRegression
-from torch import nn
 from worlds import run
 
 timm: Any = pytest.importorskip("timm", reason="needs the extra timm")
@@ -33,15 +32,8 @@ def test_a_model_of_timm_equals_a_plain_loop(name: str, case: Case, tmp_path: Pa
     torch.manual_seed(0)
     options = {"img_size": 32} if name == "test_vit" else {}
     model = timm.create_model(name, num_classes=4, in_chans=3, **options).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
-    data = RandomRegression(True, SHAPE, 4, num_train=45)
-    inputs, targets = (torch.stack(column).double() for column in zip(*data, strict=True))
-    for step in (1, 2, 3):
-        loss = nn.functional.mse_loss(model(inputs), targets)
-        assert made.losses[step] == pytest.approx(loss.item(), rel=1e-9)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    losses = losses_of_a_plain_loop(model, RandomRegression(True, SHAPE, 4, num_train=45), lr=0.001, num_steps=3)
+    assert [made.losses[step] for step in (1, 2, 3)] == pytest.approx(losses, rel=1e-9)
     torch.testing.assert_close(dict(made.weights), model.state_dict(), rtol=0, atol=1e-9)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from mode_cases import Case
-from parity import COMMON, assert_equal
+from parity import COMMON, assert_equal, losses_of_a_plain_loop
 from runner.shipped.data.toy import ToyRegression
 from torch import Tensor, nn
 from worlds import Run, build_experiment, run
@@ -83,18 +83,8 @@ class Taught(nn.Module):
         return self.student(inputs) + self.teacher(inputs)
 
 
-def losses_of_a_plain_loop(model: nn.Module) -> list[float]:
-    model.double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    inputs, targets = (torch.stack(column).double() for column in zip(*ToyRegression(True, [10], 5, 90), strict=True))
-    losses = []
-    for _ in range(4):
-        loss = nn.functional.mse_loss(model(inputs), targets)
-        losses.append(loss.item())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return losses
+def toy_losses(model: nn.Module) -> list[float]:
+    return losses_of_a_plain_loop(model.double(), ToyRegression(True, [10], 5, 90), lr=0.01, num_steps=4)
 
 
 def log_of(made: Run) -> str:
@@ -104,7 +94,7 @@ def log_of(made: Run) -> str:
 @pytest.mark.parametrize("case", [Case("none", 1), Case("ddp", 2)], ids=str)
 def test_state_of_many_types_equals_a_plain_loop(case: Case, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    expected = losses_of_a_plain_loop(Warm([10], 5))
+    expected = toy_losses(Warm([10], 5))
     made = run(tmp_path, case.world_size, *of_model("Warm"), *case.overrides)
     assert [*made.losses.values()] == pytest.approx(expected, rel=1e-9)
     (warning,) = [line for line in log_of(made).splitlines() if "no checkpoint contains" in line]
@@ -123,7 +113,7 @@ class InBlock(nn.Module):
 
 def test_recomputed_and_replayed_passes_change_the_state_once(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    expected = losses_of_a_plain_loop(Warm([10], 5))
+    expected = toy_losses(Warm([10], 5))
     made = run(tmp_path, 1, *of_model("InBlock"), "activation_checkpointing=full", "replay_every_steps=2")
     assert [*made.losses.values()] == pytest.approx(expected, rel=1e-9)
 
@@ -142,7 +132,7 @@ def test_recomputed_and_replayed_passes_change_the_state_once(tmp_path: Path) ->
 def test_a_teacher_that_forward_updates(case: Case, replaces: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Taught([10], 5)
-    expected = losses_of_a_plain_loop(model)
+    expected = toy_losses(model)
     words = (*of_model("Taught"), f"+model.replaces={str(replaces).lower()}")
     made = run(tmp_path, case.world_size, *words, *case.overrides)
     assert [*made.losses.values()] == pytest.approx(expected, rel=1e-9)
@@ -179,7 +169,7 @@ def test_a_trained_parameter_that_only_training_writes_is_refused(mode: str) -> 
 
 def test_a_bounded_weight_equals_a_plain_loop(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    expected = losses_of_a_plain_loop(Constrained([10], 5))
+    expected = toy_losses(Constrained([10], 5))
     made = run(tmp_path, 2, *of_model("Constrained"), "parallel=ddp")
     assert [*made.losses.values()] == pytest.approx(expected, rel=1e-9)
 

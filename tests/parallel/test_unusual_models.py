@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from custom_models import Rotary
 from mode_cases import Case
-from parity import COMMON, assert_equal
+from parity import COMMON, assert_equal, losses_of_a_plain_loop
 from ranks import RankError
 from runner.shipped.data.toy import ToyRegression
 from torch import Tensor, nn
@@ -41,15 +41,8 @@ def test_complex_tensors_equal_a_plain_loop(case: Case, tmp_path: Path) -> None:
     model = Rotary([10], 5)
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.to(torch.complex128 if tensor.is_complex() else torch.float64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    data = ToyRegression(True, [10], 5, num_train=90)
-    inputs, targets = (torch.stack(column).double() for column in zip(*data, strict=True))
-    for step in (1, 2, 3):
-        loss = nn.functional.mse_loss(model(inputs), targets)
-        assert made.losses[step] == pytest.approx(loss.item(), rel=1e-9)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    losses = losses_of_a_plain_loop(model, ToyRegression(True, [10], 5, num_train=90), lr=0.01, num_steps=3)
+    assert [made.losses[step] for step in (1, 2, 3)] == pytest.approx(losses, rel=1e-9)
     expected = model.state_dict()
     loaded = load_trained(made.path).state_dict()
     for name, tensor in expected.items():

@@ -4,6 +4,8 @@ from collections.abc import Iterable
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import Dataset
 from worlds import Run
 
 # SGD with momentum, the default. 10 steps are two epochs or more. The last batch of an epoch does not split evenly.
@@ -34,3 +36,17 @@ def assert_equal(one: Run, reference: Run, tolerance: float = 1e-9) -> None:
     assert one.grad_norms == pytest.approx(reference.grad_norms, rel=tolerance)
     torch.testing.assert_close(dict(one.weights), dict(reference.weights), rtol=0, atol=tolerance)
     assert one.result["metrics"] == pytest.approx(reference.result["metrics"], rel=tolerance)
+
+
+def losses_of_a_plain_loop(model: nn.Module, dataset: Dataset, lr: float, num_steps: int) -> list[float]:
+    """Train the model, with SGD as by default, on the whole dataset in each step. Return the losses."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    inputs, targets = (torch.stack(column).double() for column in zip(*dataset, strict=True))
+    losses = []
+    for _ in range(num_steps):
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return losses

@@ -129,13 +129,15 @@ class Kubernetes(Queue):
 
     def _submit(self, api: Api, job: Object) -> None:
         """Create a Job of a sweep, and add its name to those of the submitted ones."""
+        name = f"{api.context or ''}/{api.namespace}/{job['metadata']['name']}"
         self._create_service(api)
-        found = None
-        while found is None:
-            with signals_deferred():
-                found = _create_job(api, job)
-            found = found or self._find(api, job, keeps_complete=False)
-        self._submitted.append(f"{api.context or ''}/{api.namespace}/{job['metadata']['name']}")
+        while name not in self._submitted:
+            with signals_deferred():  # so that a created Job is among them when they raise Stopped
+                created = _create_job(api, job)
+                if created:
+                    self._submitted.append(name)
+            if not created and self._find(api, job, keeps_complete=False):
+                self._submitted.append(name)
 
     @classmethod
     def find_ended(cls, names: Sequence[str]) -> set[str]:
