@@ -35,11 +35,13 @@ class TrainState:
     skipped_steps: int = 0  # steps done without an update: see on_nonfinite
     ended_epochs: int = 0  # epochs for which the callbacks' after_epoch was called
     logged: dict[str, float] = field(default_factory=dict)  # the losses of the last step whose losses were logged
+    evaluated: dict[str, float] = field(default_factory=dict)  # the metrics of the evaluation here; empty before it
 
     def after_step(self, ends_epoch: bool) -> "TrainState":
         """Return the position after one more optimizer step."""
         in_epoch = 0 if ends_epoch else self.step_in_epoch + 1
-        return replace(self, step=self.step + 1, epoch=self.epoch + ends_epoch, step_in_epoch=in_epoch)
+        epoch = self.epoch + ends_epoch
+        return replace(self, step=self.step + 1, epoch=epoch, step_in_epoch=in_epoch, evaluated={})
 
 
 class FileRecord(TypedDict):
@@ -133,9 +135,9 @@ def read_train_state(path: Path) -> TrainState:
     except TypeError as error:
         raise ValueError(f"{PROGRESS} has other keys ({error})") from None
     for name, value in asdict(state).items():
-        if name != "logged" and (type(value) is not int or value < 0):
+        if name not in ("logged", "evaluated") and (type(value) is not int or value < 0):
             raise ValueError(f"{PROGRESS} has {name}={value!r}, which is not a count")
-    return replace(state, logged=parse_metrics(state.logged))
+    return replace(state, logged=parse_metrics(state.logged), evaluated=parse_metrics(state.evaluated))
 
 
 def read_facts(path: Path) -> dict[str, Any]:

@@ -180,7 +180,8 @@ class PastEvaluations:
         """Return True if the run stopped before an evaluation that was due."""
         at_epoch_end = not state.step_in_epoch and state.epoch % every_epochs == 0
         at_step = every_steps is not None and state.step % every_steps == 0
-        return state.step > 0 and (at_epoch_end or at_step) and max(self.values, default=0) < state.step
+        is_due = state.step > 0 and (at_epoch_end or at_step)
+        return is_due and not state.evaluated and max(self.values, default=0) < state.step
 
 
 def read_past_evaluations(directory: RunDirectory, monitor: Monitor, world: World) -> PastEvaluations:

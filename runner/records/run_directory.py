@@ -220,13 +220,19 @@ class RunDirectory:
                 "the checkpoints are intact; fix the problem, or free disk space, and resume"
             ) from None
 
-    def drop_metrics_after(self, step: int) -> None:
-        """Remove the lines of later steps, which will be repeated, and damaged lines from metrics.jsonl."""
+    def drop_metrics_after(self, step: int, num_lines: int | None = None) -> None:
+        """Remove damaged lines from metrics.jsonl, and those that will be repeated.
+
+        These are the lines of later steps, and those of `step` after its first `num_lines`.
+        """
         path = self.path / METRICS
         if self.writes and path.exists():
             with open(path, errors="surrogateescape", opener=without_links) as file:
                 text = file.read()
-            kept = "".join(line for line in text.splitlines(keepends=True) if _step_of(line) <= step)
+            lines = text.splitlines(keepends=True)
+            of_step = [number for number, line in enumerate(lines) if _step_of(line) == step]
+            dropped = {*of_step[num_lines:]} if num_lines is not None else set()
+            kept = "".join(line for n, line in enumerate(lines) if _step_of(line) <= step and n not in dropped)
             if kept != text:
                 write_atomically(path, kept)
                 if self._replaced:

@@ -85,7 +85,7 @@ class Train(JobTask):
         directory.record.step, directory.record.epoch = state.step, state.epoch
         if directory.writes:
             remove_leftovers(directory.checkpoints)
-        directory.drop_metrics_after(state.step)
+        directory.drop_metrics_after(state.step, metric_log.num_lines)
         past = read_past_evaluations(directory, experiment.monitor, world)
         is_missing = past.is_evaluation_due(state, config.eval_every, config.eval_every_steps)
         trainer = Trainer(config, experiment, parallel_model, world, state, meter, callbacks, is_missing)

@@ -192,7 +192,12 @@ class Trainer:
         return is_due and state.step < self.num_steps
 
     def _evaluate(self) -> dict[str, float]:
-        """Evaluate, and let callbacks stop the run. Return the metrics. All ranks must call it."""
+        """Evaluate, and let callbacks stop the run. Return the metrics. All ranks must call it.
+
+        An evaluation that the checkpoint of a resumed run includes is not repeated, so that callbacks count it once.
+        """
+        if self.state.evaluated:
+            return self.state.evaluated
         self.world.heartbeat.record(f"the evaluation after step {self.state.step}")
         predictions, checksums = self.experiment.watch_predictions(), list[float]()
         with self.callbacks.evaluating():
@@ -206,6 +211,7 @@ class Trainer:
                 checksums,
             )
         self.experiment.val_loader.checksum_steps = 0
+        self.state = replace(self.state, evaluated=metrics)
         self.callbacks.call("after_evaluation", Progress(self.state, metrics, predictions, checksums=checksums))
         self._callbacks_stop()
         self.meter.pause()

@@ -15,7 +15,7 @@ from mode_cases import tier
 from ranks import RankError, run_ranks
 from worlds import MODES, Run, run
 
-from runner.checkpoints.layout import TrainState, list_checkpoints, read_facts
+from runner.checkpoints.layout import TrainState
 from runner.training.callbacks.contract import Callback, Callbacks, Progress, RunInfo
 
 END = Progress(TrainState(step=1, epoch=1, step_in_epoch=0, batch_size=1))
@@ -261,7 +261,10 @@ class Counted(Callback):
     stops_as = "paused"
 
     def __init__(self):
-        self.ends, self.epochs = os.environ["ENDS"], 0
+        self.ends, self.evaluations, self.epochs = os.environ["ENDS"], 0, 0
+
+    def on_start(self, run):
+        self.log = run.log
 
     def after_step(self, now):
         if self.ends == "signal" and now.step == 3:  # the run ends after step 4, before its evaluation
@@ -270,36 +273,54 @@ class Counted(Callback):
             raise ArithmeticError("the newest checkpoint is that of the evaluation after step 4")
 
     def after_evaluation(self, now):
+        if self.ends == "crash in evaluation" and now.step == 8:
+            raise ArithmeticError("the metrics of the evaluation are logged")
+        self.evaluations += 1
+        self.log(now, {"mine/evaluations": self.evaluations})
         self.wants_to_stop = self.ends == "pause" and now.step == 4
 
     def after_epoch(self, now):
         self.epochs += 1
+        self.log(now, {"mine/epochs": self.epochs})
 
     def state(self, model):
-        return LocalState(facts={"epochs": self.epochs})
+        return LocalState(facts={"evaluations": self.evaluations, "epochs": self.epochs})
 
     def load_state(self, saved):
-        self.epochs = saved.facts["epochs"]
+        self.evaluations, self.epochs = saved.facts["evaluations"], saved.facts["epochs"]
 """
 
 
-@pytest.mark.parametrize("ends", ["pause", "signal", "crash", "finished"])
-def test_after_epoch_is_called_once_for_each_epoch_of_an_interrupted_run(
-    ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("saves", ["after the evaluation", "before the evaluation"])
+@pytest.mark.parametrize("ends", ["pause", "signal", "crash", "crash in evaluation", "finished"])
+def test_each_evaluation_and_epoch_of_an_interrupted_run_calls_the_callbacks_once(
+    ends: str, saves: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its metrics are logged once, too, and equal those of an uninterrupted run."""
     (tmp_path / "counted.py").write_text(COUNTED)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "counted", raising=False)
     monkeypatch.setenv("ENDS", ends)
     words = [word for word in SMALL if word != "epochs=2"] + ["+callbacks.count._target_=counted.Counted"]
-    with pytest.raises(RankError) if ends in ("signal", "crash") else nullcontext():
+    if saves == "before the evaluation":
+        words.append("checkpoint.every_steps=4")
+    with pytest.raises(RankError) if ends not in ("pause", "finished") else nullcontext():
         run(tmp_path / "outputs", 1, *words, f"epochs={1 if ends == 'finished' else 3}")
     (path,) = (tmp_path / "outputs" / "run").iterdir()
-    assert [each.name for each in list_checkpoints(path / "checkpoints")] == ["step_4"]
     monkeypatch.setenv("ENDS", "")
     resumed = run(tmp_path / "outputs", 1, f"resume={path}", "epochs=3")
-    assert [*resumed.values("val/loss")] == [4, 8, 12]
-    assert read_facts(path / "checkpoints" / "step_12")["epochs"] == 2  # not after the last one
+    again = run(tmp_path / "outputs", 1, f"resume={path}")  # after the last step
+    undisturbed = run(tmp_path / "undisturbed", 1, *words, "epochs=3")
+    for each in (resumed, again):
+        assert logged(each) == logged(undisturbed)
+        assert each.result["metrics"] == pytest.approx(undisturbed.result["metrics"], nan_ok=True)
+    assert [*resumed.values("mine/evaluations").values()] == [1, 2, 3]
+    assert [*resumed.values("mine/epochs").values()] == [1, 2]  # not after the last one
+
+
+def logged(run: Run) -> list[dict[str, object]]:
+    """Return the lines of metrics.jsonl without times and checksums, which a resumed run computes again."""
+    return [{k: v for k, v in line.items() if not k.startswith("perf/") and "checksums" not in k} for line in run.lines]
 
 
 def test_is_due_is_read_before_each_step_and_never_before_on_start_or_in_an_evaluation(

@@ -140,7 +140,10 @@ class Callback:
         return nullcontext()
 
     def after_evaluation(self, now: Progress) -> None:
-        """Called after each evaluation, with the metrics of the whole validation data."""
+        """Called after each evaluation, with the metrics of the whole validation data.
+
+        A run that is resumed from a checkpoint before this call repeats the evaluation, and then calls it.
+        """
 
     def after_epoch(self, now: Progress) -> None:
         """Called after each epoch except the last, and after its evaluation if one is due.

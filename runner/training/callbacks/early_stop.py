@@ -15,7 +15,7 @@ class EarlyStop(Callback):
 
     def __init__(self, monitor: Monitor, patience: int, min_delta: float):
         self._monitor, self._patience, self._min_delta = monitor, patience, min_delta
-        self._values: dict[int, float] = {}  # of the monitor, by step, because a resumed run repeats an evaluation
+        self._values: dict[int, float] = {}  # of the monitor, by step
 
     def on_start(self, run: RunInfo) -> None:
         """Count the earlier evaluations, so that resuming a run that stopped early stops it again."""

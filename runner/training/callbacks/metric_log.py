@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from runner.checkpoints.saved_state import LocalState, SavedState
 from runner.records.compared_runs import read_trial
 from runner.records.loggers.contract import Logger, RunOutcome
 from runner.records.run_directory import RunDirectory
@@ -15,12 +16,15 @@ from runner.training.throughput import ThroughputMeter
 class MetricLog(Callback):
     """Logs metrics; only the rank that writes the run directory uses the logger.
 
-    `metrics` are the names of an evaluation's metrics, the monitor first.
+    `metrics` are the names of an evaluation's metrics, the monitor first. `num_lines` is the number of lines of
+    metrics.jsonl since the last step began, None if the checkpoint of a resumed run has no such number. A checkpoint
+    stores it, because the calls of callbacks after the checkpoint are repeated, and log the same lines again.
     """
 
     def __init__(self, directory: RunDirectory, logger: Logger, meter: ThroughputMeter, metrics: Sequence[str] = ()):
         self._directory, self._logger, self._meter, self._metrics = directory, logger, meter, tuple(metrics)
         self._is_open = False
+        self.num_lines: int | None = 0
 
     def on_start(self, run: RunInfo) -> None:
         path = self._directory.path
@@ -37,6 +41,7 @@ class MetricLog(Callback):
 
     def after_step(self, now: Progress) -> None:
         self._directory.record.step, self._directory.record.epoch = now.state.step, now.state.epoch
+        self.num_lines = 0
         if now.metrics:
             self._log(now, {TRAIN_CHECKSUMS: now.checksums})
 
@@ -44,6 +49,13 @@ class MetricLog(Callback):
         self._log(now, {VAL_CHECKSUMS: now.checksums})
         if now.predictions and self._directory.writes:
             self._logger.predictions(now.step, now.predictions)
+
+    def state(self, model: LocalState) -> LocalState:
+        is_known = self._directory.writes and self.num_lines is not None
+        return LocalState(facts={"metrics_lines": self.num_lines} if is_known else {})
+
+    def load_state(self, saved: SavedState) -> None:
+        self.num_lines = saved.facts.get("metrics_lines")
 
     def on_end(self, now: Progress, outcome: Outcome) -> None:
         if outcome == "finished":
@@ -54,5 +66,7 @@ class MetricLog(Callback):
     def _log(self, now: Progress, lists: Mapping[str, Sequence[float]] | None = None) -> None:
         metrics = dict(now.metrics)
         self._directory.log_metrics(now.step, now.epoch, metrics, lists or {})
+        if self.num_lines is not None:
+            self.num_lines += 1
         if self._directory.writes:
             self._logger.scalars(now.step, metrics)
