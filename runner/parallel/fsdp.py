@@ -23,7 +23,7 @@ from runner.parallel.parameter_update import sum_gradients
 from runner.parallel.replica import Replica
 from runner.training.mode import Axes, Parallel, ParallelModel, Recipe, check_divides
 from runner.training.model.activation_checkpointing import Extent
-from runner.training.model.submodules import called_modules, is_divided, offered, stages_or_children, whole_modules
+from runner.training.model.submodules import called_modules, is_divided, offered, stages_or_blocks, whole_modules
 from runner.training.refusal import Refusal
 
 
@@ -221,7 +221,7 @@ def _units(model: nn.Module) -> list[list[nn.Module]]:
         for parameter in module.parameters(recurse=False):
             owners.setdefault(parameter, set()).add(module)
     units: list[list[nn.Module]] = []
-    for stage in stages_or_children(model):
+    for stage in stages_or_blocks(model):
         whole = [
             part for part in dict.fromkeys(whole_modules(model, stage)) if any(map(_can_be_sharded, part.parameters()))
         ]

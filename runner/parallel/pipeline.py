@@ -154,8 +154,9 @@ class Pipeline(Parallel):
         seen = [id(tensor) for unit in units for tensor in (*unit.parameters(), *unit.buffers())]
         if left_out := [name for key, name in names.items() if key not in seen]:
             messages.append(f"{self.mode} needs all tensors in stages(), but the model's leave out {left_out[0]}")
-        buffers = {id(buffer) for buffer in module.buffers()}
-        if tied := [names[key] for key in names if key in buffers and seen.count(key) > 1]:
+        buffers, saved = {id(buffer) for buffer in module.buffers()}, module.state_dict()
+        # A buffer that is not saved, such as the frequencies of rotary positions, is constant and equal on all ranks.
+        if tied := [name for key, name in names.items() if key in buffers and name in saved and seen.count(key) > 1]:
             messages.append(f"{self.mode}: two stages share the buffer {tied[0]}; give each a separate one")
         return messages
 

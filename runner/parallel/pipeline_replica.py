@@ -34,7 +34,7 @@ from runner.parallel.optimizer_state import is_of_rank, optimizer_state
 from runner.parallel.parameter_update import norm_over_meshes, scale_gradients, sum_gradients, weight_factor, whole
 from runner.parallel.replica import Replica
 from runner.training.mode import Recipe
-from runner.training.model.submodules import attached_loss, stages_or_children
+from runner.training.model.submodules import attached_loss, stages_or_blocks
 
 
 class Chain(nn.Sequential):
@@ -374,7 +374,7 @@ class PipelineReplica(Replica):
     def _with_extra_state(self) -> dict[str, nn.Module]:
         """Return the modules of this rank's stages, and on ranks with the first stage those of no stage."""
         own = {id(module) for stage in self._stages.values() for module in stage.modules()}
-        of_stages = {id(module) for stage in stages_or_children(self.module) for module in stage.modules()}
+        of_stages = {id(module) for stage in stages_or_blocks(self.module) for module in stage.modules()}
         return {
             name: part
             for name, part in with_extra_state(self.module).items()

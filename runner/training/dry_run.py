@@ -25,6 +25,7 @@ from runner.training.draws.following import Draws
 from runner.training.float_classes import hint_at_classes
 from runner.training.model.deferred_init import probe
 from runner.training.model.forward_state import restoring_state
+from runner.training.model.submodules import offered, stages_or_blocks
 
 _NARROW = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32, torch.uint64)
 # In messages of torch.
@@ -58,6 +59,10 @@ def dry_run(components: Components) -> DryRun:
             if isinstance(objective, Supervised):
                 hint = _settle(components, objective, micro_batch)
             result: DryRun = probe(module, _observe, trained, objective, micro_batch)
+            parallel = components.parallel
+            pipelines = parallel.splits_parameters and parallel.supported_objectives == "supervised"
+            if pipelines and offered(module, "stages"):
+                _check_stages(components, micro_batch.inputs, result.prediction.outputs)
     except InputError:
         raise
     except Exception as error:  # custom code can raise anything
@@ -65,6 +70,28 @@ def dry_run(components: Components) -> DryRun:
     finally:
         module.train()
     return replace(result, class_hint=hint)
+
+
+def _check_stages(components: Components, inputs: Any, outputs: Any) -> None:
+    """Raise InputError if the composition of the model's stages does not return these outputs for the inputs."""
+    module, choices = components.module, components.choices
+    refused = f"parallel={choices['parallel']}: the composition of the stages() of model={choices['model']}"
+
+    def compose(model: nn.Module) -> Any:
+        features = inputs
+        for stage in stages_or_blocks(model):
+            features = call_model(stage, features)
+        return features
+
+    try:
+        composed = probe(module, compose)
+    except Exception as error:  # custom code can raise anything
+        raise InputError(f"{refused} fails for {describe(inputs)}{failed_with(error)}; try parallel=fsdp") from None
+    if describe(composed) == describe(outputs):
+        largest = (composed - outputs).abs().max()
+        if not largest > 1e-5 * outputs.abs().max():  # the same operators in float32; also if both are NaN
+            return
+    raise InputError(f"{refused} is not its forward: it returns other values; change stages(), or try parallel=fsdp")
 
 
 def _observe(model: nn.Module, trained: set[str], objective: Objective, micro_batch: MicroBatch) -> DryRun:

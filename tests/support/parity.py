@@ -1,12 +1,16 @@
 """Small experiments of ten steps, and the comparison of a run with the one of a single process."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 from worlds import Run
+
+from runner.input.batch import cast_floating
+from runner.input.pytree import map_tensors
+from runner.objectives.supervised import call_model
 
 # SGD with momentum, the default. 10 steps are two epochs or more. The last batch of an epoch does not split evenly.
 EXPERIMENTS = {
@@ -38,15 +42,18 @@ def assert_equal(one: Run, reference: Run, tolerance: float = 1e-9) -> None:
     assert one.result["metrics"] == pytest.approx(reference.result["metrics"], rel=tolerance)
 
 
-def losses_of_a_plain_loop(model: nn.Module, dataset: Dataset, lr: float, num_steps: int) -> list[float]:
+def losses_of_a_plain_loop(
+    model: nn.Module, dataset: Dataset, lr: float, num_steps: int, loss: Callable = nn.functional.mse_loss
+) -> list[float]:
     """Train the model, with SGD as by default, on the whole dataset in each step. Return the losses."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-    inputs, targets = (torch.stack(column).double() for column in zip(*dataset, strict=True))
+    batch = default_collate([dataset[index] for index in range(len(dataset))])
+    inputs, targets = map_tensors(lambda tensor: cast_floating(tensor, torch.float64), batch)
     losses = []
     for _ in range(num_steps):
-        loss = nn.functional.mse_loss(model(inputs), targets)
-        losses.append(loss.item())
+        value = loss(call_model(model, inputs), targets)
+        losses.append(value.item())
         optimizer.zero_grad()
-        loss.backward()
+        value.backward()
         optimizer.step()
     return losses

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from runner.distributed.module_class import subclass_of
 from runner.errors import InputError
 from runner.training.model.forward_state import ForwardState
-from runner.training.model.submodules import stages_or_children, whole_modules
+from runner.training.model.submodules import stages_or_blocks, whole_modules
 
 Extent = str | int  # none, full, or n: every nth block
 
@@ -38,7 +38,7 @@ def blocks_to_checkpoint(model: nn.Module, extent: Extent) -> list[nn.Module]:
         return []
     blocks = [
         module
-        for stage in stages_or_children(model)
+        for stage in stages_or_blocks(model)
         for module in whole_modules(model, stage)
         if any(True for _ in module.children()) and any(True for _ in module.parameters())
     ]

@@ -54,12 +54,26 @@ def offered(model: nn.Module, name: str, *arguments: Any) -> Any:
     return method if inspect.isroutine(method) else None
 
 
-def stages_or_children(model: nn.Module) -> list[nn.Module]:
-    """Return the model's stages if it defines them, or else its children, without attached submodules."""
+def stages_or_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the model's stages if it defines them, or else its blocks and its children outside of them.
+
+    If it defines neither, these are its children. Attached submodules are left out.
+    """
     if stages := offered(model, "stages"):
         return list(stages())
+    blocks = offered(model, "blocks")
     attached_name = vars(model).get("_attached_name")
-    return [child for name, child in model.named_children() if name != attached_name]
+    children = [child for name, child in model.named_children() if name != attached_name]
+    return _divide(children, set(blocks() if blocks else ()))
+
+
+def _divide(modules: Iterable[nn.Module], blocks: set[nn.Module]) -> list[nn.Module]:
+    """Return the modules; one that contains blocks, but is none, is replaced by its parts."""
+    parts: list[nn.Module] = []
+    for module in modules:
+        is_whole = module in blocks or blocks.isdisjoint(module.modules())
+        parts += [module] if is_whole else _divide(module.children(), blocks)
+    return parts
 
 
 def called_modules(model: nn.Module, submodule: nn.Module) -> list[nn.Module]:

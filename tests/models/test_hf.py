@@ -1,0 +1,168 @@
+"""model=hf: models of transformers train in every mode as in a plain loop."""
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mode_cases import Case, mesh
+from parity import COMMON, assert_equal, losses_of_a_plain_loop
+from torch.utils.data import Dataset
+from worlds import run
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+transformers: Any = pytest.importorskip("transformers", reason="needs the extra hf")
+
+SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL |= {"vocab_size": 30, "max_position_embeddings": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+LLAMA = SMALL | {"num_key_value_heads": 2}
+QWEN2 = LLAMA | {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
+GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 4, "vocab_size": 30, "bos_token_id": 1, "eos_token_id": 2}
+GPT2 |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+CONFIGS = {
+    "LlamaForCausalLM": ("LlamaConfig", LLAMA | {"tie_word_embeddings": True}),
+    # The second layer has another mask than the first.
+    "Qwen2ForCausalLM": ("Qwen2Config", QWEN2),
+    "GPT2LMHeadModel": ("GPT2Config", GPT2),
+    "BertForSequenceClassification": (
+        "BertConfig",
+        SMALL | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    ),
+}
+
+
+class Sentences(Dataset):
+    """20 sentences of 3 to 8 random tokens, padded to 8; for training, all are one batch."""
+
+    def __init__(self, split: str, sample_shape: list[int], num_outputs: int, kind: str = "next"):
+        random = torch.Generator().manual_seed(int(split == "train"))
+        self.tokens = torch.randint(3, 30, (20, 9), generator=random)
+        self.lengths = torch.randint(3, 9, (20,), generator=random)
+        self.labels = torch.randint(num_outputs, (20,), generator=random)
+        self.kind = kind
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> tuple[Any, torch.Tensor]:
+        tokens, following = self.tokens[index, :-1], self.tokens[index, 1:]
+        if self.kind == "full":  # without padding
+            return tokens, following
+        mask = torch.arange(8) < self.lengths[index]
+        inputs = {"input_ids": tokens * mask, "attention_mask": mask.long()}
+        return inputs, self.labels[index] if self.kind == "class" else following.masked_fill(~mask, -100)
+
+
+def write_config(name: str, path: Path, **options: Any) -> Any:
+    kind, values = CONFIGS[name]
+    config = getattr(transformers, kind)(**{**values, **options}, architectures=[name])
+    config.save_pretrained(path)
+    return config
+
+
+def overrides(path: Path, kind: str) -> tuple[str, ...]:
+    outputs = 4 if kind == "class" else 30
+    data = ("data=toy", "data._target_=test_hf.Sentences", "data.sample_shape=[8]", f"data.num_outputs={outputs}")
+    drop = ("~data.num_train", "~data.num_val", "~data.noise", "~data.seed")
+    return (*data, *drop, f"+data.kind={kind}", "batch_size=20", *COMMON, "model=hf", f"model.config={path}")
+
+
+def cross_entropy(output: Any, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output.logits.movedim(-1, 1), targets)
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    transformers.utils.logging.set_verbosity_error()
+
+
+def kind_of(name: str) -> str:
+    return "class" if "Classification" in name else "next"
+
+
+PADDED = [Case(*case) for case in (("none", 1), ("ddp", 2), ("allreduce", 4), ("zero", 2), ("fsdp", 2), ("fsdp", 4))]
+PADDED += [Case("ps", 3), Case("tp", 2), Case("fsdp", 2, ("activation_checkpointing=full",))]
+WHOLE = [Case("pipeline", 2), Case("pipeline", 4), Case("tp", 2), Case("mesh", 4, mesh("stage=2 tensor=2")[1][1:])]
+CELLS = [(name, case, kind_of(name)) for name in CONFIGS for case in PADDED]
+CELLS = [cell for cell in CELLS if cell[1].mode != "tp" or "Llama" in cell[0] or "Qwen" in cell[0]]
+CELLS += [(name, case, "full") for name in ("LlamaForCausalLM", "Qwen2ForCausalLM") for case in WHOLE]
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "kind"),
+    [
+        pytest.param(*cell, marks=() if cell[1] in (Case("ddp", 2), Case("pipeline", 2)) else pytest.mark.thorough)
+        for cell in CELLS
+    ],
+    ids=str,
+)
+def test_a_model_of_transformers_equals_a_plain_loop(name: str, case: Case, kind: str, tmp_path: Path) -> None:
+    config = write_config(name, tmp_path / "config")
+    made = run(tmp_path, case.world_size, *overrides(tmp_path / "config", kind), "max_steps=3", *case.overrides)
+    torch.manual_seed(0)
+    config.num_labels = 4
+    model = getattr(transformers, name)(config).double()
+    dataset = Sentences("train", [8], 4 if kind == "class" else 30, kind)
+    losses = losses_of_a_plain_loop(model, dataset, lr=0.01, num_steps=3, loss=cross_entropy)
+    assert [made.losses[step] for step in (1, 2, 3)] == pytest.approx(losses, rel=1e-9)
+    weights = {key: value for key, value in model.state_dict().items() if key in made.weights}
+    torch.testing.assert_close(dict(made.weights), weights, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("case", [Case("ddp", 2), Case("fsdp", 2), Case("tp", 2)], ids=str)
+def test_dropout_draws_what_one_process_draws(case: Case, tmp_path: Path) -> None:
+    name = "LlamaForCausalLM" if case.mode == "tp" else "BertForSequenceClassification"
+    rates = {"attention_dropout": 0.3} if case.mode == "tp" else {"hidden_dropout_prob": 0.3}
+    write_config(name, tmp_path / "config", **rates)
+    words = (*overrides(tmp_path / "config", kind_of(name)), "max_steps=3")
+    one, several = run(tmp_path / "one", 1, *words), run(tmp_path / "several", case.world_size, *words, *case.overrides)
+    assert_equal(several, one)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("model.config=absent",), "config=absent: no such file, nor a directory with config.json"),
+        (("model.architecture=LlamaForCausaLM",), "is not a model of transformers; did you mean LlamaForCausalLM?"),
+        (("model.options={num_layers:3}",), "options.num_layers is not a value of config="),
+        (("model.options={vocab_size:20}",), "its vocab_size=20 must be at least num_outputs=30"),
+        (("model.options={hidden_act:rellu}",), "transformers refuses LlamaForCausalLM with config="),
+        (("model.architecture=T5Model",), "transformers refuses T5Model with config="),
+    ],
+)
+def test_wrong_options_are_refused(
+    words: tuple[str, ...], message: str, here: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path.parent / f"{tmp_path.name}-config"
+    write_config("LlamaForCausalLM", config)
+    words = words if words[0].startswith("model.config") else (f"model.config={config}", *words)
+    assert here(*overrides(config, "next")[:-1], *words) == 2
+    errors = capfd.readouterr().err
+    assert message in errors and len(errors.splitlines()) <= 3 and not [*tmp_path.iterdir()], errors
+
+
+def test_a_missing_config_is_refused(here: Callable[..., int], capfd: pytest.CaptureFixture[str]) -> None:
+    assert here("model=hf", "data=text") == 2
+    errors = capfd.readouterr().err
+    assert "model.config" in errors and len(errors.splitlines()) <= 3, errors
+
+
+def test_a_pipeline_refuses_masks_and_scaled_embeddings(
+    here: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path.parent / f"{tmp_path.name}-config"
+    write_config("LlamaForCausalLM", config)
+    assert here(*overrides(config, "next"), "parallel=pipeline") == 2
+    fails = r"the composition of the stages\(\) of model=hf fails for {input_ids: tensor \[1, 8\], attention_mask"
+    assert re.search(fails, capfd.readouterr().err)
+    # The forward of a Granite model multiplies the embedded tokens, wherever they come from.
+    transformers.GraniteConfig(**LLAMA, embedding_multiplier=3.0, architectures=["GraniteForCausalLM"]).save_pretrained(
+        config
+    )
+    assert here(*overrides(config, "full"), "parallel=pipeline") == 2
+    assert "the stages() of model=hf is not its forward" in capfd.readouterr().err
+    assert not [*tmp_path.iterdir()]
