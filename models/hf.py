@@ -163,7 +163,7 @@ class Head(nn.Module):
         return self._model[0](inputs_embeds=features)
 
 
-def _reduce(decoder: Any, layer: nn.Module | None, norm: nn.Module) -> Any:
+def _reduce(decoder: Any, layer: Any, norm: nn.Module) -> Any:
     """Return a decoder of the same modules, without an embedding and without the other layers."""
     reduced = copy.copy(decoder)
     layers = nn.ModuleList(each if each is layer else Skipped() for each in decoder.layers)
