@@ -1,5 +1,6 @@
-"""Weights from a file or a checkpoint, read tensor by tensor: names and shapes first, and code is never executed."""
+"""Weights from a file, a directory of Hugging Face or a checkpoint, read tensor by tensor, without executing code."""
 
+import json
 import re
 import warnings
 import zipfile
@@ -14,6 +15,9 @@ from runner.checkpoints.saved_state import SavedState, without_extra_state
 from runner.checkpoints.shard_file import SavedTensor, open_shards
 
 SAFETENSORS, PICKLED = (".safetensors",), (".pt", ".pth", ".bin", ".ckpt")
+INDEX = ".safetensors.index.json"  # the end of the name of a file that lists the tensors of several files
+# The weights in a directory that save_pretrained of Hugging Face has written; the first one that exists is read.
+OF_DIRECTORY = ("model.safetensors", f"model{INDEX}", "pytorch_model.bin")
 NESTED = ("model", "state_dict")  # the keys under which training programs save a state dict among other objects
 FIX = "save only the state dict, with torch.save(model.state_dict(), FILE)"
 
@@ -21,18 +25,44 @@ FIX = "save only the state dict, with torch.save(model.state_dict(), FILE)"
 def open_weights(path: Path) -> dict[str, SavedTensor]:
     """Open a file of weights, or a verified checkpoint's directory, of which the evaluated weights are read.
 
-    Extra states of modules (`get_extra_state`) are left out. Raise ValueError if the file contains no weights, is
-    truncated, or cannot be read without executing code.
+    The file may be the index of several files. Extra states of modules (`get_extra_state`) are left out. Raise
+    ValueError if a file is missing, contains no weights, is truncated, or cannot be read without executing code.
     """
     if path.is_dir():
         tensors = SavedState.open(path).evaluated().model()
+    elif path.name.endswith(INDEX):
+        tensors = _open_indexed(path)
     elif path.suffix in SAFETENSORS:
         tensors = open_shards([path])
     elif path.suffix in PICKLED:
         tensors = {name: SavedTensor.of(tensor) for name, tensor in _state_dict(_load(path)).items()}
     else:
-        raise ValueError(f"the suffix is not that of a weights file, one of {', '.join((*SAFETENSORS, *PICKLED))}")
+        suffixes = ", ".join((*SAFETENSORS, *PICKLED, INDEX))
+        raise ValueError(f"the suffix is not that of a weights file, one of {suffixes}")
     return without_extra_state(tensors)
+
+
+def weights_in(directory: Path) -> Path | None:
+    """Return the file of weights in a directory of Hugging Face, or None if the directory contains none."""
+    return next((directory / name for name in OF_DIRECTORY if (directory / name).is_file()), None)
+
+
+def _open_indexed(path: Path) -> dict[str, SavedTensor]:
+    """Open the files that an index lists. Raise ValueError if one is missing, or lacks a tensor of the index."""
+    try:
+        located = json.loads(path.read_text())["weight_map"]
+        files = {name: path.parent / Path(file).name for name, file in located.items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read as an index of weights ({error}); copy it again") from None
+    opened: dict[Path, dict[str, SavedTensor]] = {}
+    for name, file in files.items():
+        if not file.is_file():
+            raise ValueError(f"{path.name} lists {file.name}, which is missing; copy the whole directory again")
+        if file not in opened:
+            opened[file] = open_shards([file])
+        if name not in opened[file]:
+            raise ValueError(f"{path.name} lists {name} in {file.name}, which lacks it; copy the whole directory again")
+    return {name: opened[file][name] for name, file in files.items()}
 
 
 def _load(path: Path) -> Any:

@@ -39,6 +39,7 @@ from runner.jobs.micro_batches import (
     run_until_it_fits,
 )
 from runner.jobs.process_state import reset_process
+from runner.jobs.process_tuning import returning_large_blocks
 from runner.jobs.task import JobTask, check_size, initial_weights_path, make_task
 from runner.records.console import LOGS, logging_to
 from runner.records.output import copying_output
@@ -246,7 +247,8 @@ def _build(request: Request, world: World) -> tuple[JobTask, Experiment | None]:
         messages += check_compile_caches()
     if messages := messages + check_size(config, choices, task, world.world_size):
         raise InputError(*messages)
-    return task, build(config, choices, world, init_from, task.trains) if task.needs_experiment else None
+    with returning_large_blocks():
+        return task, build(config, choices, world, init_from, task.trains) if task.needs_experiment else None
 
 
 @dataclass

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from runner.distributed.failures.signals import STOP_SIGNALS
-from runner.jobs.process_tuning import freeze_objects, return_freed_memory
+from runner.jobs.process_tuning import freeze_objects
 from runner.process.cores import allowed_cores
+from runner.process.freed_memory import return_freed_memory
 
 LOGGERS = ("runner", "py.warnings", "torch.distributed.elastic", "torch.multiprocessing.spawn")
 BY_AGENT = signal.SIGXCPU  # torch's elastic agent leaves a handler for it

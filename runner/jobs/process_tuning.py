@@ -10,12 +10,16 @@ import atexit
 import ctypes
 import gc
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 # https://man7.org/linux/man-pages/man3/mallopt.3.html
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _NEVER = -1
 _LARGEST = 2**25  # bytes: the largest threshold that glibc accepts; larger blocks are returned to the system
+_LARGE = 2**20  # bytes of a block that is returned while a model is built
 _libc = ctypes.CDLL(None)
+_keeps = False  # keep_freed_memory has set the thresholds
 
 
 def begin_imports() -> None:
@@ -49,10 +53,22 @@ def keep_freed_memory() -> bool:
     """
     if not hasattr(_libc, "mallopt") or any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return False
-    return all([_libc.mallopt(_MMAP_THRESHOLD, _LARGEST), _libc.mallopt(_TRIM_THRESHOLD, _NEVER)])
+    global _keeps
+    _keeps = all([_libc.mallopt(_MMAP_THRESHOLD, _LARGEST), _libc.mallopt(_TRIM_THRESHOLD, _NEVER)])
+    return _keeps
 
 
-def return_freed_memory() -> None:
-    """Return the memory that an earlier job of this process has freed to the system, once."""
-    if hasattr(_libc, "malloc_trim"):
-        _libc.malloc_trim(0)
+@contextmanager
+def returning_large_blocks() -> Iterator[None]:
+    """Return large blocks to the system as soon as they are freed, in a process that otherwise keeps freed memory.
+
+    A deferred model and its dry run allocate a block for one tensor after another. Small objects that are allocated in
+    a freed block prevent its reuse, so that the heap would grow by the size of the whole model.
+    """
+    if _keeps:
+        _libc.mallopt(_MMAP_THRESHOLD, _LARGE)
+    try:
+        yield
+    finally:
+        if _keeps:
+            _libc.mallopt(_MMAP_THRESHOLD, _LARGEST)

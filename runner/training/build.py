@@ -29,6 +29,7 @@ from runner.optimization.optimizers import OptimizerFactory
 from runner.optimization.parameter_patterns import counted, freeze
 from runner.optimization.precision import Precision, convert
 from runner.optimization.torch_schedules import make_schedule
+from runner.process.freed_memory import return_freed_memory
 from runner.records.loggers.contract import Logger
 from runner.records.monitor import Direction, Monitor
 from runner.training.callbacks.contract import Callback
@@ -374,7 +375,9 @@ def _materialize(
 ) -> None:
     """Create the initial weights of submodules on the device, if the model is deferred."""
     if model.deferred is not None:
-        model.deferred.materialize(submodules, device)
+        return_freed_memory()  # of submodules that were sharded since the last call
+        pending = initial.pending(model.module) if initial is not None else []
+        model.deferred.materialize(submodules, device, without_values=pending)
         if initial is not None:
             initial.fill(model.module)
 

@@ -2,8 +2,9 @@
 
 import argparse
 import copy
+import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from runner.config.schema import InitFrom
 from runner.distributed.sync_batch_norm import synchronize_batch_norm
 from runner.errors import InputError
 from runner.optimization.parameter_patterns import freeze
-from runner.training.model.initial_weights import InitialWeights
+from runner.training.model.initial_weights import InitialWeights, locate_initial_weights
 
 TOY = ("model=toy", "data=toy", "logger=none", "max_steps=1")
 
@@ -120,11 +121,98 @@ def test_a_mismatch_is_reported_with_the_fix(tmp_path: Path) -> None:
     assert "of another shape, initial values kept: head.weight [3, 2] in the file, [5, 2] in the model; head" in printed
     renamed = {f"model.net.{name}": t for name, t in held.items()}
     for line in refuse(renamed):
-        assert "; try init_from.map='[\"^model[.]net[.]->\"]'; " in line
+        assert line.endswith("; try init_from.map='[\"^model[.]net[.]->\"]'")
     assert "; try init_from.map='[\"^->0.\"]'" in refuse(held, into=nn.Sequential(Net()))[0]
     assert "none of its weights has the name and shape" in refuse({"x": torch.zeros(1)}, strict=False)[0]
     whole = held | {"head.bias": torch.ones(3, dtype=torch.int64)}
     assert "head.bias [3] of integers in the file, [3] in the model" in refuse(whole)[0]
+
+
+class WithHead(nn.Module):
+    """A network of another class as a submodule, and a new head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+        self.classifier = nn.Linear(3, 2)
+
+
+def test_the_hint_for_a_network_within_another_names_the_new_head(tmp_path: Path) -> None:
+    save_file({name: t for name, t in weights().items() if name != "tied.weight"}, tmp_path / "model.safetensors")
+    path = locate_initial_weights(str(tmp_path), None)
+    assert path == tmp_path / "model.safetensors"
+    into = WithHead()
+    with pytest.raises(InputError) as refused:
+        InitialWeights(InitFrom(str(tmp_path)), path, into)
+    fix = (
+        "; try init_from.map='[\"^->net.\"]' and init_from.strict=false, which leaves classifier.weight, "
+        "classifier.bias at their initial values"
+    )
+    lacks, has = refused.value.messages
+    assert " lacks weights of the model: net.embed.weight, " in lacks and lacks.endswith(fix)
+    assert "has weights that the model does not have: " in has and has.endswith(fix)
+    initial = InitialWeights(InitFrom(str(tmp_path), ["^->net."], strict=False), path, into)
+    initial.fill(into)
+    assert equal(into.net.state_dict(), {name: t for name, t in weights().items() if name != "tied.weight"})
+    assert "initial values kept: classifier.weight; classifier.bias" in "\n".join(initial.describe())
+
+
+def write_shards(directory: Path, held: Mapping[str, Tensor]) -> Path:
+    """Write a directory as save_pretrained does, with two shards, and return its index."""
+    directory.mkdir()
+    names = sorted(held)
+    parts = {f"model-0000{n + 1}-of-00002.safetensors": names[n::2] for n in range(2)}
+    for file, part in parts.items():
+        save_file({name: held[name] for name in part}, directory / file, metadata={"format": "pt"})
+    index = directory / "model.safetensors.index.json"
+    located = {name: file for file, part in parts.items() for name in part}
+    index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": located}))
+    return index
+
+
+def test_a_directory_of_hugging_face_is_read_like_one_file(tmp_path: Path) -> None:
+    """Also by its index, without the second name of a tied weight, or with a file of torch.save."""
+    held = weights()
+    less = {name: t for name, t in held.items() if name != "tied.weight"}
+    index = write_shards(tmp_path / "shards", less)
+    (tmp_path / "pickled").mkdir()
+    torch.save(less, tmp_path / "pickled" / "pytorch_model.bin")
+    for named in (index.parent, index, tmp_path / "pickled"):
+        path = locate_initial_weights(str(named), None)
+        assert path is not None and path.is_file()
+        module = Net()
+        initial = InitialWeights(InitFrom(str(named)), path, module)
+        initial.fill(module)
+        assert equal(module.state_dict(), {**held, "tied.weight": held["embed.weight"]})
+
+
+@pytest.mark.fault("a damaged directory of Hugging Face's weights", outcome="refused")
+def test_a_damaged_directory_of_hugging_face_is_refused(tmp_path: Path) -> None:
+    def refuse(name: str, change: Callable[[Path], object]) -> str:
+        index = write_shards(tmp_path / name, weights())
+        change(index)
+        with pytest.raises(InputError) as refused:
+            InitialWeights(InitFrom(str(index.parent)), index, Net())
+        (line,) = refused.value.messages
+        return line.removeprefix(f"init_from.path={index.parent}: ")
+
+    def second(index: Path) -> Path:
+        return index.with_name("model-00002-of-00002.safetensors")
+
+    listed, again = "model.safetensors.index.json lists ", "; copy the whole directory again"
+    assert refuse("missing", lambda index: second(index).unlink()) == (
+        f"{listed}model-00002-of-00002.safetensors, which is missing{again}"
+    )
+    assert refuse("lacking", lambda index: save_file({"x": torch.zeros(1)}, second(index))) == (
+        f"{listed}head.bias in model-00002-of-00002.safetensors, which lacks it{again}"
+    )
+    truncated = refuse("truncated", lambda index: os.truncate(second(index), second(index).stat().st_size - 1))
+    assert "model-00002-of-00002.safetensors cannot be read as safetensors (" in truncated
+    assert "index.json cannot be read as an index of weights (" in refuse("index", lambda index: index.write_text("{}"))
+    (tmp_path / "pickled").mkdir()
+    (tmp_path / "pickled" / "pytorch_model.bin.index.json").touch()
+    with pytest.raises(InputError, match=r"it is a directory without checkpoints; name a run .*model.safet"):
+        locate_initial_weights(str(tmp_path / "pickled"), None)
 
 
 class Touch:

@@ -1,7 +1,7 @@
 """Deferred initialization: a model is built on the meta device, and each submodule is initialized later."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -104,8 +104,14 @@ class Deferred(TorchDispatchMode):
                 real[key] = nn.Parameter(real[key].detach(), tensor.requires_grad)
         map_attributes(module, lambda tensor: real.get(id(tensor), tensor))
 
-    def materialize(self, submodules: Iterable[nn.Module], device: torch.device) -> None:
-        """Allocate the submodules' tensors on the device with their initial values; shared tensors remain shared."""
+    def materialize(
+        self, submodules: Iterable[nn.Module], device: torch.device, without_values: Collection[Tensor] = ()
+    ) -> None:
+        """Allocate the submodules' tensors on the device with their initial values; shared tensors remain shared.
+
+        without_values: tensors whose memory is not initialized, because the caller fills it.
+        """
+        uninitialized = {id(tensor) for tensor in without_values}
         slots: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []  # container, key, tensor, origin
         for module in {module: None for submodule in submodules for module in submodule.modules()}:
             containers: list[dict[str, Any]] = [module._parameters, module._buffers]
@@ -115,12 +121,13 @@ class Deferred(TorchDispatchMode):
                         slots.append((container, key, tensor, self._origins[module, key]))
                     elif tensor is not None:  # created from a constant
                         tensor.data = tensor.data.to(device)
-        memory = self._replay([origin for *_, origin in slots])
+        memory = self._replay([origin for _, _, tensor, origin in slots if id(tensor) not in uninitialized])
         created: dict[int, Tensor] = {}
         for container, key, tensor, origin in slots:
             if id(tensor) not in created:
                 real = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
-                real.copy_(_real(origin, memory))
+                if id(tensor) not in uninitialized:
+                    real.copy_(_real(origin, memory))
                 is_parameter = isinstance(tensor, nn.Parameter)
                 created[id(tensor)] = nn.Parameter(real, tensor.requires_grad) if is_parameter else real
             container[key] = created[id(tensor)]

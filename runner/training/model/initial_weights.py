@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.checkpoints.layout import BEST, LAST, MANIFEST, choose_checkpoint, find_checkpoint, list_checkpoints, verify
-from runner.checkpoints.weights_file import open_weights
+from runner.checkpoints.weights_file import open_weights, weights_in
 from runner.config.schema import InitFrom
 from runner.distributed.world import World
 from runner.errors import InputError, as_input_error, near_hint
@@ -18,6 +18,7 @@ from runner.optimization.parameter_patterns import counted, names_of, near
 from runner.records.run_directory import CHECKPOINTS
 
 ARROW = "->"  # between a pattern and its replacement
+_DERIVED = "num_batches_tracked"  # the end of the name of a buffer that torch before 0.4 did not save
 _LISTED, _LOGGED = 4, 8  # names in a message and in a line of the header
 
 
@@ -48,7 +49,10 @@ def locate_initial_weights(path: str | None, directory: str | None) -> Path | No
 
 
 def _resolve(path: Path) -> Path:
-    """Return a file, or the directory of a verified checkpoint. Raise ValueError if the path is or contains neither."""
+    """Return a file of weights, or the directory of a verified checkpoint.
+
+    Raise ValueError if the path neither is nor contains one of them.
+    """
     for named in (path, path.parent):
         if named.name in (BEST, LAST) and named.parent.name == CHECKPOINTS:  # the record decides, not the link
             path = find_checkpoint(named.parent, named.name)
@@ -62,8 +66,13 @@ def _resolve(path: Path) -> Path:
         return checkpoint
     if path.is_file():
         return path
+    if (file := weights_in(path)) is not None:
+        return file
     if not list_checkpoints(path / CHECKPOINTS):
-        raise ValueError("it is a directory without checkpoints; name a run that has one, a checkpoint, or a file")
+        raise ValueError(
+            "it is a directory without checkpoints; name a run that has one, a checkpoint, a directory with "
+            "model.safetensors, or a file"
+        )
     return choose_checkpoint(path / CHECKPOINTS)
 
 
@@ -81,12 +90,13 @@ class InitialWeights:
         tensors = {name: tensor for name, tensor in _named_tensors(module) if name in state}
         self._in_model = {name: _describe(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
         aliases = names_of(tensors.items())
+        self._aliases = {name: aliases[tensor] for name, tensor in tensors.items()}
         # Names in the file by the model's; the file may contain a shared tensor once, under any of its names.
         sources: dict[str, str] = {}
         for name, tensor in tensors.items():
             if found := [alias for alias in (name, *aliases[tensor]) if alias in self._renamed]:
                 sources[name] = self._renamed[found[0]]
-        used = {alias for name in sources for alias in aliases[tensors[name]]}
+        used = {alias for name in sources for alias in self._aliases[name]}
         self._unused = [source for name, source in self._renamed.items() if name not in used]
         self._absent = [name for name in self._in_model if name not in sources]
         misfits = [name for name, source in sources.items() if in_file[source] != self._in_model[name]]
@@ -106,17 +116,18 @@ class InitialWeights:
 
     def _differences(self) -> list[str]:
         """Return a message for each kind of difference between the file's weights and the model's."""
-        missing = [name for name in self._absent if not name.endswith("num_batches_tracked")]
+        missing = [name for name in self._absent if not name.endswith(_DERIVED)]
+        ignoring = "; init_from.strict=false loads the others"
+        fix = self._hint() or ignoring
         problems = {
-            f"has weights of another shape: {counted(self._misfits, _LISTED, '; ')}": self._misfits,
-            f"lacks weights of the model: {counted(missing, _LISTED)}{self._hint()}": missing,
-            f"has weights that the model does not have: {counted(self._unused, _LISTED)}{self._hint()}": self._unused,
+            f"has weights of another shape: {counted(self._misfits, _LISTED, '; ')}{ignoring}": self._misfits,
+            f"lacks weights of the model: {counted(missing, _LISTED)}{fix}": missing,
+            f"has weights that the model does not have: {counted(self._unused, _LISTED)}{fix}": self._unused,
         }
-        ignoring = "init_from.strict=false loads the others"
-        return [f"{self._option} {problem}; {ignoring}" for problem, names in problems.items() if names]
+        return [f"{self._option} {problem}" for problem, names in problems.items() if names]
 
     def _hint(self) -> str:
-        """Suggest a map if the names differ by a prefix."""
+        """Suggest a map if the names differ by a prefix, and name the weights that differ with the map too."""
         prefixes: Counter[str] = Counter()
         missing = [name for name in self._in_model if name not in self._renamed]
         unused = [name for name in self._renamed if name not in self._in_model]
@@ -124,7 +135,18 @@ class InitialWeights:
             longer = [other[: -len(name)] for other in unused if other.endswith(f".{name}")]
             prefixes.update(f"^{prefix.replace('.', '[.]')}{ARROW}" for prefix in longer)
             prefixes.update(f"^{ARROW}{name[: -len(other)]}" for other in unused if name.endswith(f".{other}"))
-        return f"; try init_from.map='[\"{prefixes.most_common(1)[0][0]}\"]'" if prefixes else ""
+        if not prefixes:
+            return ""
+        entry = prefixes.most_common(1)[0][0]
+        pattern, replacement = entry.split(ARROW)
+        names = {re.sub(pattern, replacement, name) for name in self._renamed}
+        known = {alias for name in names for alias in self._aliases.get(name, ())}
+        absent = [name for name in self._in_model if name not in known and not name.endswith(_DERIVED)]
+        others = [f"leaves {counted(absent, _LISTED)} at their initial values"] if absent else []
+        if unused := sorted(names - self._in_model.keys()):
+            others.append(f"ignores {counted(unused, _LISTED)}")
+        end = f" and init_from.strict=false, which {' and '.join(others)}" if others else ""
+        return f"; try init_from.map='[\"{entry}\"]'{end}"
 
     def describe(self) -> list[str]:
         """Return lines for the run's header: which weights were loaded, and which were not."""
@@ -138,6 +160,10 @@ class InitialWeights:
             if names:
                 lines.append(f"         {problem}: {counted(names, _LOGGED, '; ')}")
         return lines
+
+    def pending(self, module: nn.Module) -> list[Tensor]:
+        """Return the tensors of the module that `fill` has not filled yet."""
+        return [tensor for name, tensor in _named_tensors(module) if name in self._pending]
 
     @torch.no_grad()
     def fill(self, module: nn.Module) -> None:
