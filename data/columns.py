@@ -58,7 +58,7 @@ class Columns:
         for row in range(len(found)):
             label = self._as_label(name, row)
             if label not in known:
-                raise ValueError(f"{self._where(row)}: {name} is {label!r}, which does not occur in the training split")
+                raise ValueError(f"{self._where(row)}: {name} is {label!r}, which no training row has")
             found[row] = known[label]
         return found
 

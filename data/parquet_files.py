@@ -1,4 +1,4 @@
-"""Columns of Parquet files, read by pyarrow."""
+"""Columns and rows of Parquet files, read by pyarrow."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -38,6 +38,13 @@ def read_parquet(path: str, names: Sequence[str]) -> list[np.ndarray]:
     return [np.arange(1, table.num_rows + 1), *columns]
 
 
+def read_parquet_rows(path: str) -> Iterator[dict[str, Any]]:
+    """Yield each row as a mapping of the columns' names to values; a missing value is None."""
+    with _opened(path) as file:
+        for batch in file.iter_batches():
+            yield from batch.to_pylist()
+
+
 def _values(path: str, name: str, column: Any) -> np.ndarray:
     from pyarrow import types
 
@@ -65,7 +72,7 @@ def _opened(path: str) -> Iterator[Any]:
         import pyarrow.parquet
     except ImportError:
         raise ValueError(
-            f"{path} is a Parquet file, which needs pyarrow; pip install 'experiment-runner[table]', or use CSV"
+            f"{path} is a Parquet file, which needs pyarrow; pip install 'experiment-runner[table]', or convert it"
         ) from None
     try:
         with pyarrow.parquet.ParquetFile(path) as file:

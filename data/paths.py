@@ -1,7 +1,7 @@
 """The files that an option names by paths, or by patterns such as texts/*.txt."""
 
 import glob
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
@@ -24,3 +24,13 @@ def find_files(option: str, value: str | Sequence[str]) -> list[Path]:
     if not found:
         raise ValueError(f"{option}=[] must name at least one file")
     return found
+
+
+def find_split(files: Mapping[str, str | Sequence[str] | None], split: str, kinds: str) -> list[Path]:
+    """Return the files of a split as `find_files` does. Raise ValueError if the option `files` names none for it."""
+    value = files.get(split)
+    if value is None:
+        given = [name for name in ("train", "val", "test") if files.get(name) is not None]
+        have = f"there are files for {' and '.join(given)}" if given else "there are no files"
+        raise ValueError(f"files.{split}=null: the {split} split needs a {kinds} file; {have}")
+    return find_files(f"files.{split}", value)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .checks import check_sizes, could_be_classes
 from .columns import Columns, read_columns, read_names
-from .paths import find_files
+from .paths import find_split
 from .tensors import TensorData
 
 OTHER_DELIMITERS = {"\t": r"\t", ";": ";", "|": "|", ",": ","}  # as they are typed
@@ -58,7 +58,10 @@ class Table(TensorData):
             raise ValueError(
                 f"kind=classes is for one target column, but target={columns} names {len(columns)}; try auto"
             )
-        paths = {name: _paths(files, name) for name in dict.fromkeys(("train", split))}
+        paths = {
+            name: [str(path) for path in find_split(files, name, ".csv or .parquet")]
+            for name in dict.fromkeys(("train", split))
+        }
         names, index = read_names(paths["train"][0], delimiter)
         left_out = [name for name in index if name not in columns] if features is None else []
         others = [name for name in names if name not in columns + left_out]
@@ -121,12 +124,3 @@ def _listed(names: list[str], most: int = 12) -> str:
     """Return the names of columns for a message, quoted if they are empty or would spoil the line."""
     shown = [name if name.isprintable() and name else repr(name) for name in names[:most]]
     return ", ".join(shown) + (", ..." if len(names) > most else "")
-
-
-def _paths(files: Mapping[str, str | list[str] | None], split: str) -> list[str]:
-    value = files.get(split)
-    if value is None:
-        given = [name for name in ("train", "val", "test") if files.get(name) is not None]
-        have = f"there are files for {' and '.join(given)}" if given else "there are no files"
-        raise ValueError(f"files.{split}=null: the {split} split needs a .csv or .parquet file; {have}")
-    return [str(path) for path in find_files(f"files.{split}", value)]

@@ -1,7 +1,10 @@
-"""Text as blocks of tokens for a language model: the characters or bytes of any files."""
+"""Text as blocks of tokens for a language model: characters, bytes or the tokens of a tokenizer."""
 
 import codecs
-from collections.abc import Sequence
+import hashlib
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -12,8 +15,10 @@ from torch import Tensor
 from .checks import check_rows, check_sizes
 from .paths import find_files
 from .tensors import BatchDataset
+from .tokens import MappedTokens, batches, cached_tokens, check_vocabulary, open_tokenizer
 
 PARTS = {"train": (0.0, 0.9), "val": (0.9, 0.95), "test": (0.95, 1.0)}  # parts of the text, by position
+PIECE = 2**16  # least number of characters that are encoded at once, in whole lines
 PRINTABLE = "\n" + "".join(map(chr, range(32, 127)))  # the vocabulary of the text that comes with Python
 # Typographic quotation marks, dashes and ellipses, and their ASCII equivalents.
 TO_ASCII = str.maketrans(
@@ -28,8 +33,12 @@ class Text(BatchDataset):
         characters, which differ slightly between versions of Python).
     The first 90% of the tokens are for training, 5% for validation and 5% for testing; blocks do not overlap.
     The vocabulary consists of the sorted characters of the whole text, or of all 256 bytes; for pydoc, of printable
-    ASCII. Raises ValueError if num_outputs is not the size of the vocabulary, a split is shorter than a block, or a
-    file is missing or not UTF-8.
+    ASCII.
+    tokenizer: a directory with tokenizer.json, or such a file. Its tokens replace characters, without special tokens
+        such as an end of text. They are computed once, in pieces of whole lines, and stored in the directory `cache`,
+        from which they are mapped into memory.
+    Raises ValueError if num_outputs is not the size of the vocabulary, a split is shorter than a block, or a file is
+    missing or not UTF-8.
     """
 
     reads_ahead = True  # several batches at once, because a block does not depend on the others
@@ -41,11 +50,19 @@ class Text(BatchDataset):
         num_outputs: int,
         files: str | Sequence[str] | None = None,
         unit: Literal["characters", "bytes"] = "characters",
+        tokenizer: str | None = None,
+        cache: str = "datasets/tokens",
     ) -> None:
         check_sizes(sample_shape, num_outputs)
         if len(sample_shape) != 1:
             raise ValueError(f"sample_shape={list(sample_shape)} must be one size, the tokens of a block; try [128]")
-        if unit == "bytes":
+        if tokenizer is not None and unit == "bytes":
+            raise ValueError(f"unit=bytes has no effect with tokenizer={tokenizer}; leave out one of them")
+        self.unit, self.tokenizer, self.block = unit, tokenizer, sample_shape[0]
+        tokens: np.ndarray | MappedTokens
+        if tokenizer is not None:
+            tokens = _encode(tokenizer, num_outputs, [] if files is None else find_files("files", files), cache)
+        elif unit == "bytes":
             paths = [] if files is None else find_files("files", files)
             contents = [path.read_bytes().removeprefix(codecs.BOM_UTF8) for path in paths]
             content = b"".join(contents) if paths else _pydoc().encode()
@@ -53,20 +70,18 @@ class Text(BatchDataset):
         else:
             text = _pydoc() if files is None else "".join(map(_read_characters, find_files("files", files)))
             self.vocabulary, tokens = _tokenize(text, PRINTABLE if files is None else "")
-        if num_outputs != len(self.vocabulary):
-            size = len(self.vocabulary)
+        if tokenizer is None and num_outputs != (size := len(self.vocabulary)):
             raise ValueError(
                 f"num_outputs={num_outputs} must be {size}, the number of different {unit} of the text; "
                 f"set data.num_outputs={size}"
             )
-        self.unit, self.block = unit, sample_shape[0]
         start, end = (round(part * len(tokens)) for part in PARTS[split])
         if end - start <= self.block:
             raise ValueError(
                 f"sample_shape={list(sample_shape)} is too long: the {split} split has {end - start} tokens, but a "
                 f"block needs one more than its length; try [{max(1, min(128, (end - start) // 4))}] or a longer text"
             )
-        self.tokens = tokens[start:end]
+        self.tokens = tokens.part(start, end) if isinstance(tokens, MappedTokens) else tokens[start:end]
 
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.block
@@ -80,6 +95,9 @@ class Text(BatchDataset):
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of some tokens; invalid UTF-8 becomes a replacement character."""
+        if self.tokenizer is not None:
+            text: str = open_tokenizer(self.tokenizer)[0].decode(list(tokens))
+            return text
         if self.unit == "bytes":
             return bytes(tokens).decode(errors="replace")
         return "".join(self.vocabulary[number] for number in tokens)
@@ -95,11 +113,38 @@ def _tokenize(text: str, vocabulary: str) -> tuple[list[str], np.ndarray]:
     return [chr(code) for code in known], np.concatenate([np.empty(0, kind), *pieces])
 
 
-def _read_characters(path: Path) -> str:
+def _encode(tokenizer: str, num_outputs: int, paths: Sequence[Path], cache: str) -> MappedTokens:
+    """Return the tokens of some files, or of pydoc's help texts without files."""
+    opened, sources = open_tokenizer(tokenizer)
+    dtype = "uint16" if check_vocabulary(num_outputs, opened) <= 2**16 else "uint32"
+    opened.backend_tokenizer.no_truncation()
+    opened.backend_tokenizer.no_padding()
+
+    def encoded() -> Iterator[np.ndarray]:
+        for file in (_decoding(path) for path in paths) if paths else [io.StringIO(_pydoc())]:
+            with file as lines:
+                for pieces in batches(iter(lambda: "".join(lines.readlines(PIECE)), "")):
+                    for encoding in opened.backend_tokenizer.encode_batch(pieces, add_special_tokens=False):
+                        yield np.array(encoding.ids)
+
+    # The help texts differ between versions of Python.
+    settings = "files" if paths else hashlib.sha256(_pydoc().encode()).hexdigest()
+    return cached_tokens(cache, [*sources, *paths], settings, dtype, encoded())
+
+
+@contextmanager
+def _decoding(path: Path) -> Iterator[io.TextIOBase]:
+    """Open a file of UTF-8, without a byte order mark. Raise ValueError if reading it finds other bytes."""
     try:
-        return path.read_text(encoding="utf-8-sig")  # without a byte order mark
+        with open(path, encoding="utf-8-sig") as file:
+            yield file
     except UnicodeDecodeError as error:
         raise ValueError(f"files: {path} is not UTF-8 ({error.reason}); convert it, or set unit=bytes") from None
+
+
+def _read_characters(path: Path) -> str:
+    with _decoding(path) as file:
+        return file.read()
 
 
 def _pydoc() -> str:

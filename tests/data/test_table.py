@@ -139,7 +139,7 @@ def test_missing_files_columns_and_labels_are_named(write, tmp_path, monkeypatch
     with pytest.raises(ValueError, match=r"train\.csv has 2 columns, of which several are called a; fix the file"):
         table(write(header=["a", "a"], rows=[[1, 2]]))
     for rows, message in (
-        ([[1, 2, "plum"]], r"val\.csv, line 2: kind is 'plum', which does not occur in the training split"),
+        ([[1, 2, "plum"]], r"val\.csv, line 2: kind is 'plum', which no training row has"),
         ([[1, 2]], r"val\.csv has no column kind, which the first file of the training split has"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -152,7 +152,7 @@ def test_missing_files_columns_and_labels_are_named(write, tmp_path, monkeypatch
         table(path, num_outputs=1)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(ValueError, match=r"needs pyarrow; pip install 'experiment-runner\[table\]', or use CSV"):
+    with pytest.raises(ValueError, match=r"needs pyarrow; pip install 'experiment-runner\[table\]', or convert it"):
         table(path)
 
 
