@@ -46,10 +46,11 @@ class MLP(nn.Module):
         return self.head(features)  # (N, hidden[-1]) -> (N, num_outputs)
 
     def stages(self) -> list[nn.Module]:
-        starts = [index for index, layer in enumerate(self.layers) if isinstance(layer, nn.Linear)]
+        others = (nn.BatchNorm1d, nn.ReLU, nn.Dropout)  # a linear layer may have been replaced by one with an adapter
+        starts = [index for index, layer in enumerate(self.layers) if not isinstance(layer, others)]
         groups = [list(self.layers[start:end]) for start, end in pairwise([*starts, len(self.layers)])]
-        first, *others = groups
-        return [nn.Sequential(nn.Flatten(), *first), *(nn.Sequential(*group) for group in others), self.head]
+        first, *later = groups
+        return [nn.Sequential(nn.Flatten(), *first), *(nn.Sequential(*group) for group in later), self.head]
 
     def tensor_plan(self) -> Plan:
         """Return pairs of a colwise and a rowwise layer, which need one collective; an odd last layer is separate.

@@ -94,7 +94,7 @@ class Sweeping:
 class Exporting:
     """What task=export writes, and the tolerance of its outputs."""
 
-    format: Annotated[str, OneOf(("safetensors", "torch_export", "onnx"))] = "safetensors"
+    format: Annotated[str, OneOf(("safetensors", "peft", "torch_export", "onnx"))] = "safetensors"
     output: str | None = None
     tolerance: Annotated[float | None, AtLeast(0)] = None
 
@@ -127,6 +127,7 @@ class Config:
 
     task: Any = MISSING
     model: Any = MISSING
+    adapters: Any = MISSING
     data: Any = MISSING
     parallel: Any = MISSING
     backend: Any = MISSING
@@ -221,7 +222,7 @@ FREE_ON_RESUME: tuple[str, ...] = (
 # Keys that determine the model, the order of the data or a step. A resumed run refuses their changes.
 FIXED_ON_RESUME: tuple[str, ...] = (
     *("seed", "model", "data", "val_fraction", "val_fold", "transforms", "transform_targets", "precision", "loss"),
-    *("objective", "freeze", "debug", "loader", "optimizer._target_"),
+    *("adapters", "objective", "freeze", "debug", "loader", "optimizer._target_"),
 )
 # Groups that are mappings of names, and the noun for one entry in messages.
 NAMED_GROUPS = {"logger": "a logger", "transforms": "a transform", "metrics": "a metric", "callbacks": "a callback"}

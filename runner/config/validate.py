@@ -167,10 +167,10 @@ def check_values(config: Config) -> list[str]:
         messages.append(
             f"loss_spike={config.loss_spike:g} has no effect with on_nonfinite=go_on; try on_nonfinite=skip"
         )
-    if (tolerance := config.export.tolerance) is not None and config.export.format == "safetensors":
+    if (tolerance := config.export.tolerance) is not None and config.export.format in ("safetensors", "peft"):
         messages.append(
-            f"export.tolerance={tolerance:g} has no effect with export.format=safetensors, whose weights are compared "
-            "to the bit; leave it out"
+            f"export.tolerance={tolerance:g} has no effect with export.format={config.export.format}, which writes the "
+            "exact weights; leave it out"
         )
     name = config.checkpoint.load
     if name not in (LAST, BEST) and not STEP.fullmatch(name):

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
+from runner.checkpoints.base_weights import complete
 from runner.checkpoints.extra_state import load_extra_state, with_extra_state
 from runner.checkpoints.layout import LAST, TrainState, choose_checkpoint, read_train_state
 from runner.checkpoints.saved_state import SavedState, read_weights, without_extra_state
@@ -15,12 +15,13 @@ from runner.config.changes import read_choices, read_config
 from runner.config.custom_dirs import add_to_path
 from runner.config.diagnostics.import_target import locate
 from runner.config.diagnostics.signature import check_options, provided
-from runner.config.instantiate import make_group
 from runner.config.recorded_code import RECORDED, importing_code_of
 from runner.config.resume import read_arguments
+from runner.config.schema import Config
 from runner.errors import InputError, as_input_error
 from runner.optimization.precision import Precision, convert
 from runner.records.run_directory import CHECKPOINTS
+from runner.training.model.adapters import Adapters, make_adapters, make_model
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,10 @@ def load_trained(run: Path, checkpoint: str = LAST, trust: bool = False, code: s
             raise InputError(*(f"{run}: {message}" for message in messages))
         with as_input_error():
             path, choices = choose_checkpoint(run / CHECKPOINTS, checkpoint), read_choices(run)
-            model = make_model(config.model, choices, config.seed, config.precision)
+            adapters = make_adapters(config.adapters, choices)
+            model = make_trained(config, choices, adapters)
             named_model = f"model={choices.get('model', config.model['_target_'])}"
-            return restore_model(model, path, named_model, config.ema.decay is not None).model
+            return adapters.merge(restore_model(model, path, named_model, config.ema.decay is not None).model)
 
 
 def restore_model(model: nn.Module, checkpoint: Path, named: str, is_averaged: bool) -> Trained:
@@ -61,7 +63,7 @@ def restore_model(model: nn.Module, checkpoint: Path, named: str, is_averaged: b
     named: The model in messages. is_averaged: The run averages the weights. Raises ValueError if the checkpoint is
     damaged or does not fit the model.
     """
-    saved = SavedState.open(checkpoint)
+    saved = complete(SavedState.open(checkpoint))
     if is_averaged:  # as task=evaluate
         saved = saved.evaluated()
     # The trained parameters of a loss or an objective are saved with the weights, but are not part of the model.
@@ -71,17 +73,17 @@ def restore_model(model: nn.Module, checkpoint: Path, named: str, is_averaged: b
     return Trained(model.eval(), checkpoint, read_train_state(checkpoint))
 
 
-def make_model(node: Mapping[str, Any], choices: Mapping[str, str], seed: int, precision: str) -> nn.Module:
+def make_trained(config: Config, choices: Mapping[str, str], adapters: Adapters) -> nn.Module:
     """Return the model with initial weights on the CPU, in the dtype of the run's parameters.
 
     Random values of the constructor, such as a buffer that is not saved, equal the run's; torch's random state is kept.
     """
-    node = dict(node)
+    node = dict(config.model)
     if hasattr(locate(node["_target_"]), "place") and node.get("devices") is not None:
         node["devices"] = None  # they belong to the machine that trained the model
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        model: nn.Module = make_group(choices, "model", node)
+        torch.default_generator.manual_seed(config.seed)
+        model = make_model(choices, node, adapters)
     cpu = torch.device("cpu")
-    convert(model.to(device=cpu), Precision(precision, cpu).parameter_dtype)
+    convert(model.to(device=cpu), Precision(config.precision, cpu).parameter_dtype)
     return model

@@ -21,6 +21,7 @@ from runner.parallel.replica import Replica
 from runner.training.draws.following import Draws
 from runner.training.mode import Axes, Parallel, Recipe, check_divides
 from runner.training.model.activation_checkpointing import Extent, blocks_to_checkpoint
+from runner.training.model.adapters import is_adapted
 from runner.training.model.submodules import offered
 from runner.training.refusal import Refusal
 
@@ -95,6 +96,8 @@ def check_layers(module: nn.Module, mode: str, axes: Axes, activation_checkpoint
     """Return a message if the model's layers cannot be sharded along the axis tensor. mode: as in a message."""
     if not offered(module, "tensor_plan"):
         return [f"{mode} needs a model with tensor_plan(); try parallel=fsdp"]
+    if is_adapted(module):
+        return [f"{mode} cannot shard layers that have adapters; try parallel=fsdp"]
     plan: Plan = module.tensor_plan()  # type: ignore[operator]
     if messages := _check_plan(module, plan, axes.tensor, axes.size):
         return messages

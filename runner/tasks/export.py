@@ -8,7 +8,7 @@ import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from runner.input.datasets import load_split
 from runner.input.pytree import map_tensors, named_tensors, tensors
 from runner.input.source import Source
 from runner.jobs.task import LaunchingTask
-from runner.jobs.trained_model import Trained, make_model, restore_model
+from runner.jobs.trained_model import Trained, make_trained, restore_model
 from runner.objectives.supervised import Supervised, call_model
 from runner.optimization.precision import Precision, convert
 from runner.records.provenance import git_state, versions
@@ -38,9 +38,15 @@ from runner.records.run_directory import CHECKPOINTS
 from runner.records.run_files import dumps, make_directory, read_metrics
 from runner.records.run_record import find_run
 from runner.training.components import make_objective, make_parallel
+from runner.training.model.adapters import make_adapters
 
-SUFFIXES = {"safetensors": ".safetensors", "torch_export": ".pt2", "onnx": ".onnx"}
-PACKAGES = {"safetensors": ("safetensors",), "torch_export": (), "onnx": ("onnx", "onnxruntime", "onnxscript")}
+SUFFIXES = {"safetensors": ".safetensors", "torch_export": ".pt2", "onnx": ".onnx"}  # other formats are directories
+PACKAGES = {
+    "safetensors": ("safetensors",),
+    "peft": ("peft",),
+    "torch_export": (),
+    "onnx": ("onnx", "onnxruntime", "onnxscript"),
+}
 WAIT_S = 3600.0  # the other ranks' timeout while rank 0 exports
 NUM_SAMPLES = 4  # samples on which an exported program is compared with the model
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}  # for outputs, relative to the largest one
@@ -81,11 +87,13 @@ def _export(request: Request) -> Path:
     """Export the model and return the file's path. Raise ValueError or OSError if that fails."""
     config, choices = request.config, request.command.choices
     assert config.run is not None
-    kind = config.export.format
+    kind, adapters = config.export.format, make_adapters(config.adapters, choices)
+    if kind == "peft" and not adapters.is_active:
+        raise InputError("export.format=peft needs a run with adapters; try export.format=safetensors")
     require_packages(f"export.format={kind}", kind, *PACKAGES[kind])
     run = Path(config.run)
     checkpoint = choose_checkpoint(run / CHECKPOINTS, config.checkpoint.load)
-    model = make_model(config.model, choices, config.seed, config.precision)
+    model = make_trained(config, choices, adapters)
     trained = restore_model(model, checkpoint, f"model={choices['model']}", config.ema.decay is not None)
     path = _path_of(config.export, choices, run, trained)
     try:
@@ -93,7 +101,9 @@ def _export(request: Request) -> Path:
     except OSError as error:
         raise InputError(f"export.output={path}: cannot create its directory ({error}); choose another one") from None
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as partial:
-        lines = _write(request, trained, Path(partial) / path.name)
+        if kind == "peft":
+            adapters.write(model, Path(partial) / path.name)
+        lines = _write(request, replace(trained, model=adapters.merge(model)), Path(partial) / path.name)
         for file in sorted(Path(partial).iterdir(), key=lambda file: file.name == path.name):
             file.replace(path.parent / file.name)  # the file itself comes last, to mark completion
     described = f"{choices['model']}, {sum(p.numel() for p in model.parameters()):,} parameters"
@@ -103,13 +113,14 @@ def _export(request: Request) -> Path:
 
 
 def _path_of(options: Exporting, choices: Mapping[str, str], run: Path, trained: Trained) -> Path:
-    """Return the path of the exported file. Raise InputError if its suffix belongs to another format."""
-    suffix = SUFFIXES[options.format]
-    if options.output is None:
-        name = re.sub(r"[^A-Za-z0-9._-]+", "-", choices["model"])
-        return run.absolute() / "export" / f"{name}-{trained.checkpoint.name}{suffix}"
-    path = Path(options.output).absolute()
-    if path.suffix != suffix or path.is_dir():
+    """Return the path of the export. Raise InputError for another format's suffix, or a directory that exists."""
+    suffix = SUFFIXES.get(options.format, "")
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", choices["model"])
+    default = run.absolute() / "export" / f"{name}-{trained.checkpoint.name}{suffix or f'-{options.format}'}"
+    path = default if options.output is None else Path(options.output).absolute()
+    if not suffix and path.exists():
+        raise InputError(f"export.output={path} exists already; export.format={options.format} writes a new directory")
+    if suffix and (path.suffix != suffix or path.is_dir()):
         raise InputError(
             f"export.output={options.output} must be a file that ends in {suffix} for export.format={options.format}"
         )
@@ -135,14 +146,14 @@ def _write(request: Request, trained: Trained, path: Path) -> list[str]:
             "classes": [str(name) for name in classes] if isinstance(classes, (list, tuple)) else None,
         }
     except InputError as error:
-        if kind != "safetensors":
+        if kind in PROGRAM_WRITERS:
             raise InputError(f"export.format={kind} runs the model on samples: {error.messages[0]}") from None
         lines.append(f"inputs   not described: {error.messages[0]}")
     if kind == "safetensors":
         facts["tied"] = write_safetensors(model, path)
         lines += [f"tied     {name} is stored as {kept}" for name, kept in facts["tied"].items()]
         lines.append("checked  the file was read again and contains these weights")
-    else:
+    elif kind in PROGRAM_WRITERS:
         facts["batch"], largest = _write_program(config.export, config.precision, model, examples, path)
         facts["largest_difference"] = largest
         batch = "any number of samples" if facts["batch"] is None else "one sample only, because of the model"

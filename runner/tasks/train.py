@@ -193,6 +193,7 @@ def make_all_callbacks(
         experiment.logger.flush,
         nan_guard.check_weights,
         SaveCoordinator.of(world),
+        experiment.base,
     )
     callbacks.add("checkpointing", checkpointing)
     return callbacks

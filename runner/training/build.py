@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from runner.checkpoints.base_weights import BaseWeights
 from runner.config.instantiate import make_group
 from runner.config.schema import DEBUG_BATCHES, SPLITS, Config
 from runner.distributed.local.exchange import exchange_on_machine
@@ -22,7 +23,7 @@ from runner.input.pytree import map_tensors
 from runner.input.rng import derive_seed
 from runner.input.sampler import Sampler, count_steps
 from runner.input.source import Source
-from runner.objectives.objective import Prediction, loss_groups
+from runner.objectives.objective import loss_groups
 from runner.objectives.supervised import Supervised
 from runner.optimization.lr_schedules import Schedule
 from runner.optimization.optimizers import OptimizerFactory
@@ -48,10 +49,11 @@ from runner.training.components import (
 )
 from runner.training.dry_run import check_all_used
 from runner.training.first_samples import FirstSamples
-from runner.training.metrics.confusion import MAX_CLASSES, Predictions
+from runner.training.metrics.confusion import Predictions, num_classes
 from runner.training.metrics.metric_sums import MetricSums
 from runner.training.mode import Axes, Parallel, Recipe, resolve
 from runner.training.model.activation_checkpointing import checkpoint_activations
+from runner.training.model.adapters import make_adapters, make_model
 from runner.training.model.batch_norm import check_batch_sizes, describe_batch_norm, synchronize_as_configured
 from runner.training.model.deferred_init import BuiltModel, build_deferred
 from runner.training.model.device_map import place_submodules
@@ -82,6 +84,7 @@ class Experiment:
     header_lines: list[str]  # about initial weights and frozen parameters
     warnings: list[str]
     num_classes: int | None  # None if it is no classification, or too many for a readable confusion matrix
+    base: BaseWeights | None  # the frozen weights that checkpoints leave out, unless the run is resumed
 
     @property
     def axes(self) -> Axes:
@@ -155,8 +158,9 @@ class Assembly:
         self._train_data, self._val_data = data or load_data(config, choices, world)
         # Reports an unsuitable world size before the model is built.
         self.parallel = resolve(parallel, config, world.world_size)
+        self._adapters = make_adapters(config.adapters, choices, config.freeze)
         torch.manual_seed(config.seed)
-        self._make_model: Callable[[], nn.Module] = functools.partial(make_group, choices, "model", config.model)
+        self._make_model = functools.partial(make_model, choices, config.model, self._adapters)
         is_deferred = may_defer and (self.parallel.meta_init or self.parallel.is_placeholder)
         model = build_deferred(choices["model"], self._make_model) if is_deferred else BuiltModel(self._make_model())
         self._precision = Precision(config.precision, world.device)
@@ -208,11 +212,14 @@ class Assembly:
         loss_groups(objective, self._module)  # checks the patterns
         self.warnings += self._data_warnings
         self.warnings += place_submodules(self._module, choices, self.parallel.spans_devices, world)
-        self._initial = InitialWeights(config.init_from, init_from, self._module) if init_from is not None else None
-        if self._initial is not None:
+        self._initial, self._base = None, None
+        if init_from is not None:
+            names = self._adapters.base_names(self._module)
+            self._initial = InitialWeights(config.init_from, init_from, self._module, names)
+            self._base = self._initial.frozen(self._module, world.rank)
             self._initial.fill(self._module)
             self.header_lines += self._initial.describe()
-        self.header_lines += frozen
+        self.header_lines += [*self._adapters.describe(self._module, config.init_from.path is not None), *frozen]
         with as_input_error():
             self.parallel = self.parallel.fit(self._module)
 
@@ -294,7 +301,8 @@ class Assembly:
             directions=directions,
             header_lines=self.header_lines,
             warnings=self.warnings,
-            num_classes=_num_classes(self._found.forward.prediction),
+            num_classes=num_classes(self._found.forward.prediction),
+            base=self._base,
         )
 
     def _check_batch_norm(self, train: Sampler, val: Sampler) -> None:
@@ -380,15 +388,6 @@ def _materialize(
         model.deferred.materialize(submodules, device, without_values=pending)
         if initial is not None:
             initial.fill(model.module)
-
-
-def _num_classes(prediction: Prediction) -> int | None:
-    """Return the number of classes if whole samples are classified and a confusion matrix is readable; else None."""
-    outputs, targets = prediction.outputs, prediction.targets
-    if not isinstance(outputs, torch.Tensor) or not isinstance(targets, torch.Tensor):
-        return None
-    is_class = not targets.is_floating_point() and targets.dim() == 1 and outputs.dim() == 2
-    return outputs.size(1) if is_class and 1 < outputs.size(1) <= MAX_CLASSES else None
 
 
 def _choose_memory_format(name: str, module: nn.Module) -> torch.memory_format:

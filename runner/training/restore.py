@@ -7,9 +7,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from runner.checkpoints.base_weights import complete
 from runner.checkpoints.layout import LAST, TrainState, read_train_state
-from runner.checkpoints.saved_state import open_on_all_ranks
+from runner.checkpoints.saved_state import SavedState, open_on_all_ranks
 from runner.distributed.world import World
+from runner.errors import as_input_error
 from runner.optimization.precision import convert
 from runner.training.callbacks.contract import Callbacks
 from runner.training.mode import ParallelModel
@@ -19,7 +21,7 @@ log = logging.getLogger(__name__)
 
 def restore(directory: Path, parallel_model: ParallelModel, callbacks: Callbacks, world: World) -> TrainState:
     """Load this rank's part of the newest intact checkpoint, to continue the run. All ranks must call it."""
-    saved = open_on_all_ranks(directory, LAST, world)
+    saved = _open(directory, LAST, world)
     parallel_model.load_state(saved)
     callbacks.call("load_state", saved)
     return read_train_state(saved.path)
@@ -29,11 +31,17 @@ def restore_evaluated(
     directory: Path, parallel_model: ParallelModel, world: World, name: str = LAST, unaveraged: bool = False
 ) -> TrainState:
     """Load only the weights that the run evaluated, or with `unaveraged` the model's. All ranks must call it."""
-    saved = open_on_all_ranks(directory, name, world)
+    saved = _open(directory, name, world)
     parallel_model.load_weights(saved if unaveraged else saved.evaluated())
     if saved.average():
         log.info("weights: %s", "the model's own, not averaged" if unaveraged else "averaged over the steps (ema)")
     return read_train_state(saved.path)
+
+
+def _open(directory: Path, name: str, world: World) -> SavedState:
+    saved = open_on_all_ranks(directory, name, world)
+    with as_input_error():
+        return complete(saved, world)
 
 
 def copy_model(

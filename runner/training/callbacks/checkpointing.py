@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable
 
+from runner.checkpoints.base_weights import BaseWeights, complete
 from runner.checkpoints.layout import LAST, TrainState, list_checkpoints, step_of
 from runner.checkpoints.retention import retain, set_link
 from runner.checkpoints.save import file_sizes, partial_of, path_of, save
@@ -43,7 +44,9 @@ class Checkpointing(Callback):
         flush: Callable[[], None],
         check: Callable[[int], None],
         coordinator: SaveCoordinator,
+        base: BaseWeights | None = None,
     ):
+        """Save checkpoints according to the options. base: weights that a run that is not resumed leaves out."""
         self._options, self._parallel_model, self._directory = options, parallel_model, directory
         self._meter, self._callbacks, self._flush = meter, callbacks, flush
         self._monitor, self._check, self._coordinator = monitor, check, coordinator
@@ -53,6 +56,7 @@ class Checkpointing(Callback):
         self._saved_at = time.monotonic()
         self._writing: TrainState | None = None  # the state of the checkpoint that is being written
         self._damaged: set[int] = set()  # steps of checkpoints newer than the one that the run was resumed from
+        self._base = base
         self._writer, self._snapshot = BackgroundThread("checkpoint"), Snapshot()
 
     def on_start(self, run: RunInfo) -> None:
@@ -67,6 +71,10 @@ class Checkpointing(Callback):
             if self._directory.writes:
                 set_link(self._directory.checkpoints, LAST, self._directory.checkpoints / f"step_{run.first_step}")
                 self._retain()
+
+    def load_state(self, saved: SavedState) -> None:
+        """Leave out the same weights as the checkpoint that is restored."""
+        self._base = BaseWeights.of_checkpoint(saved)
 
     @property
     def is_due(self) -> bool:
@@ -114,7 +122,10 @@ class Checkpointing(Callback):
         if self._directory.writes:
             self._record_best()
             saved = SavedState.open(path_of(self._directory.checkpoints, now.state))
-            self._directory.record.weights_sha256 = weights_sha256(saved.model())
+            try:
+                self._directory.record.weights_sha256 = weights_sha256(complete(saved).model())
+            except ValueError as error:  # the run itself has ended well
+                log.warning("%s", error)
 
     def _save(self, state: TrainState, is_last: bool = False) -> None:
         """Save a checkpoint, once per step, after the previous one is complete. All ranks must call it."""
@@ -129,6 +140,8 @@ class Checkpointing(Callback):
         self._saved_step, self._saved_at = state.step, time.monotonic()
         self._damaged.discard(state.step)
         local = self._callbacks.state(self._parallel_model.state())
+        if self._base is not None:
+            local = self._base.remove_from(local)
         local.facts["parallel"] = self._directory.record.parallel
         if self._directory.writes:
             self._flush()

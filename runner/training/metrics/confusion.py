@@ -9,6 +9,7 @@ from runner.distributed.world import World
 from runner.input.batch import widen_integers
 from runner.input.pytree import map_tensors
 from runner.input.source import Source
+from runner.objectives.objective import Prediction
 
 MAX_CLASSES = 200  # a larger matrix is unreadable
 NUM_SAMPLES = 16
@@ -60,3 +61,12 @@ class Predictions:
                 sample = map_tensors(lambda tensor: tensor[0] if tensor.dim() else tensor, inputs)
                 found.append((sample, target, number - 1))
         return found
+
+
+def num_classes(prediction: Prediction) -> int | None:
+    """Return the number of classes if whole samples are classified and a confusion matrix is readable; else None."""
+    outputs, targets = prediction.outputs, prediction.targets
+    if not isinstance(outputs, torch.Tensor) or not isinstance(targets, torch.Tensor):
+        return None
+    is_class = not targets.is_floating_point() and targets.dim() == 1 and outputs.dim() == 2
+    return outputs.size(1) if is_class and 1 < outputs.size(1) <= MAX_CLASSES else None

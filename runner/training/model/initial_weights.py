@@ -2,13 +2,14 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from runner.checkpoints.base_weights import BaseWeights
 from runner.checkpoints.layout import BEST, LAST, MANIFEST, choose_checkpoint, find_checkpoint, list_checkpoints, verify
 from runner.checkpoints.weights_file import open_weights, weights_in
 from runner.config.schema import InitFrom
@@ -77,17 +78,25 @@ def _resolve(path: Path) -> Path:
 
 
 class InitialWeights:
-    """The assignment of a file's tensors to a model's, decided by names and shapes; `fill` then copies the values."""
+    """The assignment of a file's tensors to a model's, decided by names and shapes; `fill` then copies the values.
 
-    def __init__(self, options: InitFrom, path: Path, module: nn.Module):
+    base_names: the names in the file of the tensors that have others in the model, because it has adapters. None means
+    a tensor of an adapter, which the file may lack.
+    """
+
+    def __init__(self, options: InitFrom, path: Path, module: nn.Module, base_names: Mapping[str, str | None] = {}):
+        self._base_names = base_names
         self._option = f"init_from.path={options.path}"
         self._path = path
         with as_input_error(f"{self._option}: "):
             self._file = open_weights(path)
         in_file = {name: _describe(tensor.shape, tensor.dtype) for name, tensor in self._file.items()}
-        self._renamed = _rename(options.map, in_file)
+        self._renamed = {self._base_name(name): source for name, source in _rename(options.map, in_file).items()}
         state = module.state_dict()
-        tensors = {name: tensor for name, tensor in _named_tensors(module) if name in state}
+        named = [(name, tensor) for name, tensor in _named_tensors(module) if name in state]
+        tensors = {
+            self._base_name(name): tensor for name, tensor in named if name in self._renamed or not self._is_own(name)
+        }
         self._in_model = {name: _describe(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
         aliases = names_of(tensors.items())
         self._aliases = {name: aliases[tensor] for name, tensor in tensors.items()}
@@ -112,7 +121,22 @@ class InitialWeights:
                 f"{self._option}: none of its weights has the name and shape of one of the model's; it has "
                 f"{counted(list(in_file), _LISTED)}, the model {counted(list(self._in_model), _LISTED)}{self._hint()}"
             )
-        self._loaded = list(self._pending)
+        self._loaded = dict(self._pending)
+
+    def _base_name(self, name: str) -> str:
+        return self._base_names.get(name, name) or name
+
+    def _is_own(self, name: str) -> bool:
+        """Return True for a tensor of an adapter."""
+        return self._base_names.get(name, name) is None
+
+    def frozen(self, module: nn.Module, rank: int) -> BaseWeights | None:
+        """Return the frozen parameters that the file contains, which checkpoints leave out; None without adapters."""
+        if not self._base_names:
+            return None
+        frozen = [name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad]
+        names = {name: self._loaded[base] for name in frozen if (base := self._base_name(name)) in self._loaded}
+        return BaseWeights.of(self._path, names, rank)
 
     def _differences(self) -> list[str]:
         """Return a message for each kind of difference between the file's weights and the model's."""
@@ -127,7 +151,12 @@ class InitialWeights:
         return [f"{self._option} {problem}" for problem, names in problems.items() if names]
 
     def _hint(self) -> str:
-        """Suggest a map if the names differ by a prefix, and name the weights that differ with the map too."""
+        """Suggest a map if the names differ by a prefix, and name the weights that differ with the map too.
+
+        If the file contains adapters, suggest an export.
+        """
+        if any(".base_layer." in name for name in self._renamed):
+            return "; the run has adapters: task=export writes a file in which they are merged into the weights"
         prefixes: Counter[str] = Counter()
         missing = [name for name in self._in_model if name not in self._renamed]
         unused = [name for name in self._renamed if name not in self._in_model]
@@ -151,7 +180,7 @@ class InitialWeights:
     def describe(self) -> list[str]:
         """Return lines for the run's header: which weights were loaded, and which were not."""
         counts = f"{len(self._loaded):,} of {len(self._in_model):,} weights"
-        lines = [f"init     {self._path}, {counts}: {counted(self._loaded, _LOGGED)}"]
+        lines = [f"init     {self._path}, {counts}: {counted([*self._loaded], _LOGGED)}"]
         for problem, names in (
             ("not in the file, initial values kept", self._absent),
             ("of another shape, initial values kept", self._misfits),
@@ -163,14 +192,15 @@ class InitialWeights:
 
     def pending(self, module: nn.Module) -> list[Tensor]:
         """Return the tensors of the module that `fill` has not filled yet."""
-        return [tensor for name, tensor in _named_tensors(module) if name in self._pending]
+        return [tensor for name, tensor in _named_tensors(module) if self._base_name(name) in self._pending]
 
     @torch.no_grad()
     def fill(self, module: nn.Module) -> None:
         """Copy the values of those tensors of the module that have memory and were not filled before."""
         for name, tensor in _named_tensors(module):
-            if name in self._pending and not tensor.is_meta:
-                tensor.copy_(self._file[self._pending.pop(name)].read())
+            base = self._base_name(name)
+            if base in self._pending and not tensor.is_meta:
+                tensor.copy_(self._file[self._pending.pop(base)].read())
         if not self._pending:
             self._file = {}  # closes it
 

@@ -1,0 +1,89 @@
+"""Frozen weights that a run's checkpoints leave out, because the file of `init_from` contains them."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from runner.checkpoints.layout import MANIFEST
+from runner.checkpoints.saved_state import MODEL, LocalState, SavedState
+from runner.checkpoints.weights_file import open_weights
+from runner.distributed.world import World
+
+FACT = "base"  # the key of a checkpoint's facts
+
+
+@dataclass(frozen=True)
+class BaseWeights:
+    """The frozen weights that checkpoints leave out.
+
+    Attributes:
+        path: The absolute path of the file, which may be the index of several files.
+        sha256: The hash of the file, or of the hashes of these files; empty on ranks other than 0.
+        names: The names in the file, by the names in the model.
+    """
+
+    path: str
+    sha256: str
+    names: Mapping[str, str]
+
+    @classmethod
+    def of(cls, path: Path, names: Mapping[str, str], rank: int) -> "BaseWeights | None":
+        """Return the weights of a file; None for a checkpoint, which its own run may remove, and without names."""
+        if not names or (path / MANIFEST).is_file():
+            return None
+        return cls(str(path), _hash(path) if rank == 0 else "", dict(names))
+
+    @classmethod
+    def of_checkpoint(cls, saved: SavedState) -> "BaseWeights | None":
+        """Return what a checkpoint leaves out; None if it is complete."""
+        return cls(**fact) if (fact := saved.facts.get(FACT)) else None
+
+    def remove_from(self, state: LocalState) -> LocalState:
+        """Return the state of a run without these weights, also those of the replicas of parallel=local_sgd."""
+        left_out = {MODEL + name for name in self.names}
+        chunks = {key: chunk for key, chunk in state.chunks.items() if key[max(key.find(MODEL), 0) :] not in left_out}
+        return replace(state, chunks=chunks, facts={**state.facts, FACT: asdict(self)})
+
+    def check(self) -> None:
+        """Raise ValueError unless the file is the one with which the run has started."""
+        path = Path(self.path)
+        problem = "" if path.exists() else "no longer exists"
+        if not problem and _hash(path) != self.sha256:
+            problem = "has changed since the run has started"
+        if problem:
+            raise ValueError(
+                f"init_from.path={path} {problem}, but checkpoints of the run contain only the trained weights, and "
+                "this file the others; restore it"
+            )
+
+
+def complete(saved: SavedState, world: World | None = None) -> SavedState:
+    """Return a checkpoint with the weights that it leaves out. Raise ValueError if their file is another one now.
+
+    With a world, only rank 0 checks the file, and all ranks must call it.
+    """
+    base = BaseWeights.of_checkpoint(saved)
+    if base is None:
+        return saved
+    if world is None:
+        base.check()
+    else:
+        world.consensus.broadcast(f"base/{saved.path.name}", base.check)
+    file = open_weights(Path(base.path))
+    return replace(
+        saved, tensors={**saved.tensors, **{MODEL + name: file[source] for name, source in base.names.items()}}
+    )
+
+
+def _hash(path: Path) -> str:
+    """Return the hash of a file, or for an index of several files that of all their hashes."""
+    if path.suffix == ".json":
+        hashes = [_hash_of_file(each) for each in [path, *sorted(path.parent.glob("*.safetensors"))]]
+        return hashlib.sha256("".join(hashes).encode()).hexdigest()
+    return _hash_of_file(path)
+
+
+def _hash_of_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
