@@ -1,6 +1,7 @@
 """Frozen weights that a run's checkpoints leave out, because the file of `init_from` contains them."""
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -47,10 +48,14 @@ class BaseWeights:
 
     def check(self) -> None:
         """Raise ValueError unless the file is the one with which the run has started."""
-        path = Path(self.path)
-        problem = "" if path.exists() else "no longer exists"
-        if not problem and _hash(path) != self.sha256:
-            problem = "has changed since the run has started"
+        path, problem = Path(self.path), ""
+        try:
+            if _hash(path) != self.sha256:
+                problem = "has changed since the run has started"
+        except FileNotFoundError as error:
+            problem = "no longer exists" if error.filename == str(path) else f"lists {error.filename}, which is missing"
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            problem = f"cannot be read ({error})"
         if problem:
             raise ValueError(
                 f"init_from.path={path} {problem}, but checkpoints of the run contain only the trained weights, and "
@@ -78,10 +83,11 @@ def complete(saved: SavedState, world: World | None = None) -> SavedState:
 
 def _hash(path: Path) -> str:
     """Return the hash of a file, or for an index of several files that of all their hashes."""
-    if path.suffix == ".json":
-        hashes = [_hash_of_file(each) for each in [path, *sorted(path.parent.glob("*.safetensors"))]]
-        return hashlib.sha256("".join(hashes).encode()).hexdigest()
-    return _hash_of_file(path)
+    if path.suffix != ".json":
+        return _hash_of_file(path)
+    listed = sorted(set(json.loads(path.read_text())["weight_map"].values()))
+    hashes = [_hash_of_file(path.parent / name) for name in (path.name, *listed)]
+    return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
 def _hash_of_file(path: Path) -> str:

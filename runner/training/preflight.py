@@ -13,6 +13,7 @@ from runner.training.draws.following import Draws
 from runner.training.draws.observed_draws import observe_draws
 from runner.training.dry_run import DryRun, check_training, dry_run
 from runner.training.mode import Parallel
+from runner.training.model.adapters import recording_calls, warn_of_uncalled
 from runner.training.model.forward_calls import find_divided
 from runner.training.model.forward_state import restoring_all
 from runner.training.model.submodules import mark_as_divided
@@ -70,7 +71,7 @@ def run_dry(components: Components, recomputes: bool, compiles: bool, trains: bo
 
     compiles: the model will be compiled.
     """
-    with RecordBatchNorm():
+    with RecordBatchNorm(), recording_calls() as called:
         found = _run_forward(components, recomputes)
         found.state = find_state(components)
         # Forward cannot write to the placeholder of a parameter, and modes that need placeholders refuse such a model.
@@ -78,6 +79,7 @@ def run_dry(components: Components, recomputes: bool, compiles: bool, trains: bo
             found.needs_two = check_training(components)
         found.warnings, found.replaced = observe_draws(components, compiles, found.draws)
         found.warnings += compare_samples(components, found.draws)
+        found.warnings += warn_of_uncalled(components.module, called)
         if found.forward.class_hint:
             found.warnings.append(
                 "loss=auto: the targets are whole numbers in floating point, so the loss is mse; if they are classes, "

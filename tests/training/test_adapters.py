@@ -75,6 +75,27 @@ def test_the_file_of_the_frozen_weights_must_be_the_same(
     assert here(*command) == 0
 
 
+@pytest.mark.thorough
+def test_an_index_names_several_files(
+    trained: tuple[Files, Run], here: Callable[..., int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    weights, index = load_file(trained[0].base), Path("model.safetensors.index.json")
+    files = {name: f"part-{number % 2}.safetensors" for number, name in enumerate(weights)}
+    for file in set(files.values()):
+        save_file({name: tensor for name, tensor in weights.items() if files[name] == file}, file)
+    index.write_text(json.dumps({"weight_map": files}))
+    done = run(Path("outputs"), 1, *GPT_WORDS, *trained[0].words, "init_from=.", "max_steps=2")
+    assert [name for name in done.saved.model() if "lora_" not in name] == []
+    assert here("task=evaluate", f"run={done.path}") == 0
+    Path("part-1.safetensors").rename("moved")
+    capfd.readouterr()
+    assert here("task=evaluate", f"run={done.path}") == 2
+    assert "part-1.safetensors, which is missing, but checkpoints of" in capfd.readouterr().err
+    Path("part-1.safetensors").write_bytes(Path("moved").read_bytes()[:-1] + b"1")
+    assert here("task=evaluate", f"run={done.path}") == 2
+    assert "has changed since the run has started" in capfd.readouterr().err
+
+
 def test_weights_of_the_constructor_and_of_checkpoints_are_stored(trained: tuple[Files, Run], tmp_path: Path) -> None:
     """No file determines the former, and another run may remove the latter."""
     words = (*GPT_WORDS, *trained[0].words, "max_steps=2")
@@ -164,6 +185,25 @@ def test_batch_norm_keeps_its_statistics(tmp_path: Path) -> None:
     assert (made.weights["layers.1.running_mean"] == 0).all()
     assert {name for name in made.state["optimizer"]["state"]} >= {"head.weight", "layers.3.lora_A.default.weight"}
     assert "in 2 layers: layers.0, layers.3" in (made.path / "log.txt").read_text()
+
+
+class Direct(nn.Module):
+    """A model that uses the weight of a layer without calling it."""
+
+    def __init__(self, sample_shape: Sequence[int], num_outputs: int):
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(20, 8), nn.Linear(8, 8), nn.Linear(8, num_outputs)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.head(nn.functional.linear(self.first(rows), self.second.weight))
+
+
+@pytest.mark.parametrize("mode", ["none", pytest.param("fsdp", marks=pytest.mark.thorough)])
+def test_a_warning_names_adapters_without_effect(mode: str, tmp_path: Path) -> None:
+    words = ("model=linear", "model._target_=test_adapters.Direct", "data=random", "max_steps=1", "logger=none")
+    made = run(tmp_path, 1, *words, "adapters=lora", f"parallel={mode}")
+    (line,) = [line for line in (made.path / "log.txt").read_text().splitlines() if "does not call" in line]
+    assert "adapters: for the first samples, the model does not call second" in line
 
 
 class Attentive(nn.Module):

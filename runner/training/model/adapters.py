@@ -2,7 +2,8 @@
 
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from runner.config.instantiate import check_contract, make_group
 from runner.distributed.sync_batch_norm import is_batch_norm
@@ -195,6 +197,25 @@ def make_model(choices: Mapping[str, str], node: dict[str, Any], adapters: Adapt
 def is_adapted(module: nn.Module) -> bool:
     """Return True if the module has adapters of peft."""
     return hasattr(module, ADAPTED)
+
+
+@contextmanager
+def recording_calls() -> Iterator[set[nn.Module]]:
+    """Yield a set of the modules whose forward is called within the context."""
+    called: set[nn.Module] = set()
+    hook = register_module_forward_pre_hook(lambda module, inputs: called.add(module))
+    try:
+        yield called
+    finally:
+        hook.remove()
+
+
+def warn_of_uncalled(module: nn.Module, called: Container[nn.Module]) -> list[str]:
+    """Return a warning if layers with adapters are not among the called ones: the adapters then have no effect."""
+    names = (
+        [name for name, layer in _adapted_layers(module).items() if layer not in called] if is_adapted(module) else []
+    )
+    return [f"adapters: for the first samples, the model does not call {counted(names)}"] if names else []
 
 
 def _adapted_layers(module: nn.Module) -> dict[str, Any]:
