@@ -219,6 +219,7 @@ class Assembly:
             self._base = self._initial.frozen(self._module, world.rank)
             self._initial.fill(self._module)
             self.header_lines += self._initial.describe()
+            self.warnings += self._initial.warnings(self._module)
         self.header_lines += [*self._adapters.describe(self._module, config.init_from.path is not None), *frozen]
         with as_input_error():
             self.parallel = self.parallel.fit(self._module)

@@ -305,5 +305,7 @@ def test_the_file_may_have_other_weights(tmp_path: Path, trained: tuple[Files, R
     made = run(tmp_path / "lax", 1, *words, "init_from.strict=false")
     stored = [name for name in made.weights if "lora_" not in name]
     assert stored == ["blocks.0.attention.query.base_layer.weight"]
+    line = "partial.safetensors lacks blocks.0.attention.query.weight, which adapters freeze; try adapters.train="
+    assert line in (made.path / "log.txt").read_text()
     resumed = run(tmp_path / "lax", 1, f"resume='{made.path}'", "max_steps=3")
     assert [name for name in resumed.weights if "lora_" not in name] == stored

@@ -132,11 +132,20 @@ class InitialWeights:
 
     def frozen(self, module: nn.Module, rank: int) -> BaseWeights | None:
         """Return the frozen parameters that the file contains, which checkpoints leave out; None without adapters."""
-        if not self._base_names:
-            return None
-        frozen = [name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad]
-        names = {name: self._loaded[base] for name in frozen if (base := self._base_name(name)) in self._loaded}
+        names = {name: self._loaded[base] for name, base in self._frozen(module) if base in self._loaded}
         return BaseWeights.of(self._path, names, rank)
+
+    def warnings(self, module: nn.Module) -> list[str]:
+        """Return a warning if a model with adapters keeps initial values of frozen parameters."""
+        names = [base for _, base in self._frozen(module) if base not in self._loaded]
+        if not names:
+            return []
+        return [f"{self._option} lacks {counted(names, _LISTED)}, which adapters freeze; try adapters.train=[MODULE]"]
+
+    def _frozen(self, module: nn.Module) -> list[tuple[str, str]]:
+        """Return the names in the model and in the file of the parameters that adapters freeze."""
+        named = module.named_parameters(remove_duplicate=False) if self._base_names else ()
+        return [(name, self._base_name(name)) for name, p in named if not p.requires_grad]
 
     def _differences(self) -> list[str]:
         """Return a message for each kind of difference between the file's weights and the model's."""
