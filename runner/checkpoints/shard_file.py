@@ -4,10 +4,11 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ _SYNC = 2**26  # bytes, after which data are flushed to the disk, so that other 
 _BLOCK = 2**22  # bytes that are written, hashed and if necessary copied at a time
 
 Slices = tuple[slice, ...]
+Shapes = dict[str, tuple[torch.dtype, list[int]]]  # the dtype and the shape of each tensor by its name
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,13 @@ class SavedTensor:
         ends = [[o + n for o, n in zip(chunk.offsets, chunk.shape, strict=True)] for chunk in self.chunks]
         return tuple(max(sizes) for sizes in zip(*ends, strict=True))
 
+    def converted(self, dtype: torch.dtype) -> "SavedTensor":
+        """Return the tensor in another dtype, to which each part is converted when it is read."""
+        if dtype == self.dtype:
+            return self
+        parts = [(chunk, functools.partial(_read_as, chunk.read, dtype)) for chunk in self.chunks]
+        return SavedTensor(dtype, [replace(chunk, read=read) for chunk, read in parts])
+
     def read(self) -> Tensor:
         """Return the whole tensor on the CPU; a view of the file if one file contains it."""
         if len(self.chunks) == 1:
@@ -109,11 +118,33 @@ def write_shard(path: Path, chunks: Mapping[str, LocalChunk]) -> FileRecord:
     the metadata contain each chunk's offsets. torch's own writer of this format builds the whole file in memory first,
     and torch's default format pickles its metadata. Raise ValueError for a dtype that safetensors does not support.
     """
+    shapes = _large_first({name: (chunk.tensor.dtype, list(chunk.tensor.shape)) for name, chunk in chunks.items()})
+    pairs = {name: (torch.float64, [*shape, 2]) for name, (dtype, shape) in shapes.items() if dtype == torch.complex128}
+    offsets = {name: {_OFFSETS: [*chunk.offsets, *([0] if name in pairs else [])]} for name, chunk in chunks.items()}
+    metadata = {"DCP_VERSION": "1.0", _PAIRS: json.dumps([*pairs]), _SHARDING: json.dumps(offsets)}
+    return _write(path, shapes | pairs, metadata, lambda name: chunks[name].tensor)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, SavedTensor]) -> None:
+    """Write whole tensors to a file of safetensors, and flush it to the disk; only one tensor is in memory at a time.
+
+    Raise ValueError for a dtype that safetensors does not support.
+    """
+    shapes = _large_first({name: (tensor.dtype, list(tensor.shape)) for name, tensor in tensors.items()})
+    _write(path, shapes, {}, lambda name: tensors[name].read())
+
+
+def _large_first(shapes: Shapes) -> Shapes:
+    """Return the tensors with large elements first, so that each tensor is aligned in the file."""
+    return dict(sorted(shapes.items(), key=lambda item: (-item[1][0].itemsize, item[0])))
+
+
+def _write(path: Path, shapes: Shapes, metadata: Mapping[str, str], read: Callable[[str], Tensor]) -> FileRecord:
+    """Write tensors of these dtypes and shapes, which `read` returns by name, and flush them to the disk."""
     digest, size, synced = hashlib.sha256(), 0, 0
-    # Large elements first, so that each tensor is aligned in the file.
-    ordered = dict(sorted(chunks.items(), key=lambda item: (-item[1].tensor.element_size(), item[0])))
+    blocks = itertools.chain.from_iterable(_blocks(read(name)) for name in shapes)
     with open(path, "wb", buffering=0, opener=without_links) as file:
-        for block in itertools.chain([_header(ordered)], *(_blocks(chunk.tensor) for chunk in ordered.values())):
+        for block in itertools.chain([_header(shapes, metadata)], blocks):
             view = memoryview(block)
             digest.update(view)
             size += len(view)
@@ -157,32 +188,23 @@ def _read(file: Any, name: str, slices: Slices) -> Tensor:
     return tensor
 
 
+def _read_as(read: Callable[[Slices], Tensor], dtype: torch.dtype, slices: Slices) -> Tensor:
+    return read(slices).to(dtype)
+
+
 def _read_pairs(file: Any, name: str, slices: Slices) -> Tensor:
     return torch.view_as_complex(_read(file, name, (*slices, slice(0, 2))))
 
 
-def _header(chunks: Mapping[str, LocalChunk]) -> bytes:
-    pairs = {
-        name: LocalChunk(torch.view_as_real(chunk.tensor), (*chunk.offsets, 0))
-        for name, chunk in chunks.items()
-        if chunk.tensor.dtype == torch.complex128
-    }
-    chunks = {**chunks, **pairs}
-    listed: dict[str, Any] = {
-        "__metadata__": {
-            "format": "pt",
-            "DCP_VERSION": "1.0",
-            _PAIRS: json.dumps([*pairs]),
-            _SHARDING: json.dumps({name: {_OFFSETS: list(chunk.offsets)} for name, chunk in chunks.items()}),
-        }
-    }
+def _header(shapes: Shapes, metadata: Mapping[str, str]) -> bytes:
+    """Return the start of a file that contains these tensors in their order."""
+    listed: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     start = 0
-    for name, chunk in chunks.items():
-        tensor = chunk.tensor
-        if tensor.dtype not in _NAMES:
-            raise ValueError(f"{name} has dtype {tensor.dtype}, which a checkpoint cannot store")
-        end = start + tensor.nbytes
-        listed[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    for name, (dtype, shape) in shapes.items():
+        if dtype not in _NAMES:
+            raise ValueError(f"{name} has dtype {dtype}, which a checkpoint cannot store")
+        end = start + math.prod(shape) * dtype.itemsize
+        listed[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [start, end]}
         start = end
     text = json.dumps(listed).encode()
     text += b" " * (-(8 + len(text)) % 16)  # the data are aligned for complex128; their length precedes the text

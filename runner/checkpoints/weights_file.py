@@ -1,4 +1,4 @@
-"""Weights from a file, a directory of Hugging Face or a checkpoint, read tensor by tensor, without executing code."""
+"""Weights of files, directories of Hugging Face and checkpoints, read tensor by tensor; code is never executed."""
 
 import json
 import re
@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from runner.checkpoints.saved_state import SavedState, without_extra_state
 from runner.checkpoints.shard_file import SavedTensor, open_shards
+from runner.errors import first_line
 
 SAFETENSORS, PICKLED = (".safetensors",), (".pt", ".pth", ".bin", ".ckpt")
 INDEX = ".safetensors.index.json"  # the end of the name of a file that lists the tensors of several files
@@ -94,3 +95,40 @@ def _state_dict(content: Any) -> dict[str, Tensor]:
         if not isinstance(name, str) or not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
             raise ValueError(f"it contains no state dict: {name} is a {type(tensor).__name__}; {FIX}")
     return state
+
+
+def write_safetensors(model: nn.Module, path: Path) -> dict[str, str]:
+    """Write the tensors of the state dict. Of tied tensors, which share their memory, only the first is written.
+
+    Return the names of the other tied tensors, each with the name of the first. Raise ValueError if an extra state is
+    no tensor, or if the file that is read back differs.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file, save_file
+
+    state, kept, tied = model.state_dict(), {}, {}
+    if others := [name for name, value in state.items() if not isinstance(value, Tensor)]:
+        raise ValueError(
+            f"export.format=safetensors: {others[0]}, which get_extra_state returns, is no tensor; try "
+            "export.format=torch_export"
+        )
+    first: dict[Any, str] = {}
+    for name, tensor in state.items():
+        memory = (tensor.data_ptr(), tensor.shape, tensor.stride())
+        if tensor.numel() and memory in first:
+            tied[name] = first[memory]
+        else:
+            first[memory] = name
+            kept[name] = tensor.clone(memory_format=torch.contiguous_format)
+    try:
+        path.touch()
+        mode = path.stat().st_mode
+        save_file(kept, path, metadata={"format": "pt"})
+        path.chmod(mode)  # safetensors creates files that other users cannot read
+        read = load_file(path)
+    except (SafetensorError, KeyError) as error:
+        raise ValueError(f"safetensors cannot store these weights: {first_line(error)}") from None
+    for name, tensor in state.items():
+        if not torch.equal(read[tied.get(name, name)].nan_to_num(), tensor.nan_to_num()):
+            raise ValueError(f"{name} does not read back from the file as it was written")
+    return tied

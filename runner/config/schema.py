@@ -92,10 +92,11 @@ class Sweeping:
 
 @dataclass
 class Exporting:
-    """What task=export writes, and the tolerance of its outputs."""
+    """What task=export writes, the size of its files, and the tolerance of its outputs."""
 
-    format: Annotated[str, OneOf(("safetensors", "peft", "torch_export", "onnx"))] = "safetensors"
+    format: Annotated[str, OneOf(("safetensors", "hf", "peft", "torch_export", "onnx"))] = "safetensors"
     output: str | None = None
+    shard_gb: Annotated[float, Between(0, math.inf, "5")] = 5.0
     tolerance: Annotated[float | None, AtLeast(0)] = None
 
 

@@ -167,11 +167,13 @@ def check_values(config: Config) -> list[str]:
         messages.append(
             f"loss_spike={config.loss_spike:g} has no effect with on_nonfinite=go_on; try on_nonfinite=skip"
         )
-    if (tolerance := config.export.tolerance) is not None and config.export.format in ("safetensors", "peft"):
+    if (tolerance := config.export.tolerance) is not None and config.export.format in ("safetensors", "hf", "peft"):
         messages.append(
             f"export.tolerance={tolerance:g} has no effect with export.format={config.export.format}, which writes the "
             "exact weights; leave it out"
         )
+    if (shard_gb := config.export.shard_gb) != Config().export.shard_gb and config.export.format != "hf":
+        messages.append(f"export.shard_gb={shard_gb:g} has no effect without export.format=hf; leave it out")
     name = config.checkpoint.load
     if name not in (LAST, BEST) and not STEP.fullmatch(name):
         messages.append(f"checkpoint={name} must be last, best or step_N{near_hint(name, [LAST, BEST])}")

@@ -1,4 +1,4 @@
-"""task=export: the trained model of a run as a file for other programs, with a JSON file that describes it."""
+"""task=export: the trained model of a run in a format of other programs, with a JSON file that describes it."""
 
 import contextlib
 import inspect
@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from runner.checkpoints.layout import choose_checkpoint
 from runner.checkpoints.saved_state import weights_sha256, without_extra_state
+from runner.checkpoints.shard_file import SavedTensor
+from runner.checkpoints.weights_file import write_safetensors
 from runner.config.request import Request
 from runner.config.schema import Exporting
 from runner.distributed.backend import as_backend
@@ -29,6 +31,7 @@ from runner.input.batch import MicroBatch, cast_floating
 from runner.input.datasets import load_split
 from runner.input.pytree import map_tensors, named_tensors, tensors
 from runner.input.source import Source
+from runner.jobs.process_tuning import returning_large_blocks
 from runner.jobs.task import LaunchingTask
 from runner.jobs.trained_model import Trained, make_trained, restore_model
 from runner.objectives.supervised import Supervised, call_model
@@ -37,6 +40,7 @@ from runner.records.provenance import git_state, versions
 from runner.records.run_directory import CHECKPOINTS
 from runner.records.run_files import dumps, make_directory, read_metrics
 from runner.records.run_record import find_run
+from runner.tasks.hf_directory import open_trained, write_directory
 from runner.training.components import make_objective, make_parallel
 from runner.training.model.adapters import make_adapters
 
@@ -44,6 +48,7 @@ SUFFIXES = {"safetensors": ".safetensors", "torch_export": ".pt2", "onnx": ".onn
 PACKAGES = {
     "safetensors": ("safetensors",),
     "peft": ("peft",),
+    "hf": ("transformers", "safetensors"),
     "torch_export": (),
     "onnx": ("onnx", "onnxruntime", "onnxscript"),
 }
@@ -84,7 +89,7 @@ class Export(LaunchingTask):
 
 
 def _export(request: Request) -> Path:
-    """Export the model and return the file's path. Raise ValueError or OSError if that fails."""
+    """Export the model and return the path of the file or directory. Raise ValueError or OSError if that fails."""
     config, choices = request.config, request.command.choices
     assert config.run is not None
     kind, adapters = config.export.format, make_adapters(config.adapters, choices)
@@ -93,30 +98,37 @@ def _export(request: Request) -> Path:
     require_packages(f"export.format={kind}", kind, *PACKAGES[kind])
     run = Path(config.run)
     checkpoint = choose_checkpoint(run / CHECKPOINTS, config.checkpoint.load)
-    model = make_trained(config, choices, adapters)
-    trained = restore_model(model, checkpoint, f"model={choices['model']}", config.ema.decay is not None)
-    path = _path_of(config.export, choices, run, trained)
+    path = _path_of(config.export, choices, run, checkpoint)
+    weights: Mapping[str, Tensor | SavedTensor] | None = None
+    if kind == "hf" and not adapters.is_active:
+        with _quietly(), returning_large_blocks():
+            trained, weights = open_trained(config, choices, checkpoint)
+    else:
+        model = make_trained(config, choices, adapters)
+        trained = restore_model(model, checkpoint, f"model={choices['model']}", config.ema.decay is not None)
     try:
         make_directory(path.parent)
     except OSError as error:
         raise InputError(f"export.output={path}: cannot create its directory ({error}); choose another one") from None
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as partial:
         if kind == "peft":
-            adapters.write(model, Path(partial) / path.name)
-        lines = _write(request, replace(trained, model=adapters.merge(model)), Path(partial) / path.name)
+            adapters.write(trained.model, Path(partial) / path.name)
+        trained = replace(trained, model=adapters.merge(trained.model))
+        weights = weights or without_extra_state(trained.model.state_dict())
+        lines = _write(request, trained, weights, Path(partial) / path.name)
         for file in sorted(Path(partial).iterdir(), key=lambda file: file.name == path.name):
             file.replace(path.parent / file.name)  # the file itself comes last, to mark completion
-    described = f"{choices['model']}, {sum(p.numel() for p in model.parameters()):,} parameters"
+    described = f"{choices['model']}, {sum(p.numel() for p in trained.model.parameters()):,} parameters"
     print(f"export   {described}, {run.name} after step {trained.progress.step}", *lines, sep="\n")
     print(f"written  {path}, {path.name}.json", flush=True)
     return path
 
 
-def _path_of(options: Exporting, choices: Mapping[str, str], run: Path, trained: Trained) -> Path:
+def _path_of(options: Exporting, choices: Mapping[str, str], run: Path, checkpoint: Path) -> Path:
     """Return the path of the export. Raise InputError for another format's suffix, or a directory that exists."""
     suffix = SUFFIXES.get(options.format, "")
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", choices["model"])
-    default = run.absolute() / "export" / f"{name}-{trained.checkpoint.name}{suffix or f'-{options.format}'}"
+    default = run.absolute() / "export" / f"{name}-{checkpoint.name}{suffix or f'-{options.format}'}"
     path = default if options.output is None else Path(options.output).absolute()
     if not suffix and path.exists():
         raise InputError(f"export.output={path} exists already; export.format={options.format} writes a new directory")
@@ -127,11 +139,31 @@ def _path_of(options: Exporting, choices: Mapping[str, str], run: Path, trained:
     return path
 
 
-def _write(request: Request, trained: Trained, path: Path) -> list[str]:
-    """Write the file and its JSON description. Return the lines to print."""
+def _write(request: Request, trained: Trained, weights: Mapping[str, Tensor | SavedTensor], path: Path) -> list[str]:
+    """Write the file or directory and its JSON description. Return the lines to print."""
+    config = request.config
+    facts = _facts(request, trained, weights)
+    if config.export.format == "hf":
+        origin, tokenizer = _path_in(config.model, "config"), _path_in(config.data, "tokenizer")
+        with _quietly():
+            facts["tied"], lines = write_directory(
+                trained.model, weights, origin, tokenizer, config.export.shard_gb, path
+            )
+    else:
+        lines = _write_file(request, trained.model, facts, path)
+    path.with_name(f"{path.name}.json").write_text(dumps(facts, indent=1, default=str) + "\n")
+    return lines
+
+
+def _path_in(node: Mapping[str, Any], name: str) -> Path | None:
+    """Return the existing file or directory that an option of a node names, or None."""
+    return Path(found) if isinstance(found := node.get(name), str) and Path(found).exists() else None
+
+
+def _write_file(request: Request, model: nn.Module, facts: dict[str, Any], path: Path) -> list[str]:
+    """Write the file and complete the facts that describe it. Return the lines to print."""
     config, choices = request.config, request.command.choices
-    model, kind = trained.model, config.export.format
-    facts = _facts(request, trained)
+    kind = config.export.format
     lines: list[str] = []
     examples: list[Example] = []  # with several samples, and with one
     try:
@@ -159,7 +191,6 @@ def _write(request: Request, trained: Trained, path: Path) -> list[str]:
         batch = "any number of samples" if facts["batch"] is None else "one sample only, because of the model"
         lines.append(f"batches  {batch}")
         lines.append(f"checked  outputs differ from the model's by at most {largest:.1g} of the largest output")
-    path.with_name(f"{path.name}.json").write_text(dumps(facts, indent=1, default=str) + "\n")
     return lines
 
 
@@ -211,7 +242,7 @@ def _known_reason(error: Exception) -> str | None:
     return None
 
 
-def _facts(request: Request, trained: Trained) -> dict[str, Any]:
+def _facts(request: Request, trained: Trained, weights: Mapping[str, Tensor | SavedTensor]) -> dict[str, Any]:
     config, choices = request.config, request.command.choices
     assert config.run is not None
     run = Path(config.run)
@@ -226,7 +257,7 @@ def _facts(request: Request, trained: Trained) -> dict[str, Any]:
             "options": {key: value for key, value in config.model.items() if key != "_target_"},
         },
         "dtype": str(next((p.dtype for p in trained.model.parameters()), None)).removeprefix("torch."),
-        "weights_sha256": weights_sha256(without_extra_state(trained.model.state_dict())),
+        "weights_sha256": weights_sha256(weights),
         "run": str(run),
         "checkpoint": {"read_as": config.checkpoint.load, "step": step, "epoch": trained.progress.epoch},
         "monitor": recorded.monitor,
@@ -275,43 +306,6 @@ def describe_tensors(tree: Any, num_samples: int) -> list[dict[str, Any]]:
         }
         for path, tensor in named_tensors(tree).items()
     ]
-
-
-def write_safetensors(model: nn.Module, path: Path) -> dict[str, str]:
-    """Write the tensors of the state dict. Of tied tensors, which share their memory, only the first is written.
-
-    Return the names of the other tied tensors, each with the name of the first. Raise ValueError if an extra state is
-    no tensor, or if the file that is read back differs.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file, save_file
-
-    state, kept, tied = model.state_dict(), {}, {}
-    if others := [name for name, value in state.items() if not isinstance(value, Tensor)]:
-        raise ValueError(
-            f"export.format=safetensors: {others[0]}, which get_extra_state returns, is no tensor; try "
-            "export.format=torch_export"
-        )
-    first: dict[Any, str] = {}
-    for name, tensor in state.items():
-        memory = (tensor.data_ptr(), tensor.shape, tensor.stride())
-        if tensor.numel() and memory in first:
-            tied[name] = first[memory]
-        else:
-            first[memory] = name
-            kept[name] = tensor.clone(memory_format=torch.contiguous_format)
-    try:
-        path.touch()
-        mode = path.stat().st_mode
-        save_file(kept, path, metadata={"format": "pt"})
-        path.chmod(mode)  # safetensors creates files that other users cannot read
-        read = load_file(path)
-    except (SafetensorError, KeyError) as error:
-        raise ValueError(f"safetensors cannot store these weights: {first_line(error)}") from None
-    for name, tensor in state.items():
-        if not torch.equal(read[tied.get(name, name)].nan_to_num(), tensor.nan_to_num()):
-            raise ValueError(f"{name} does not read back from the file as it was written")
-    return tied
 
 
 def trace(model: nn.Module, example: Example, any_batch: bool) -> torch.export.ExportedProgram:
