@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .checks import Plan, check_sizes
@@ -52,7 +53,8 @@ def create(
     elif (size := getattr(settings.get_text_config(), "vocab_size", None)) is not None and size < num_outputs:
         raise ValueError(f"config={config}: its vocab_size={size} must be at least num_outputs={num_outputs}")
     try:
-        model: nn.Module = build(settings)
+        # Otherwise, weights are created in the dtype of the configuration, often bfloat16, and rounded.
+        model: nn.Module = build(settings, dtype=torch.float32)
     except (TypeError, ValueError, AttributeError, AssertionError, KeyError, ImportError) as error:
         raise ValueError(f"transformers refuses {name} with config={config}: {error}") from None
     _offer_methods(model)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from mode_cases import Case, mesh
 from parity import COMMON, assert_equal, losses_of_a_plain_loop
+from runner.shipped.models.hf import create
 from torch.utils.data import Dataset
 from worlds import run
 
@@ -111,6 +112,15 @@ def test_a_model_of_transformers_equals_a_plain_loop(name: str, case: Case, kind
     assert [made.losses[step] for step in (1, 2, 3)] == pytest.approx(losses, rel=1e-9)
     weights = {key: value for key, value in model.state_dict().items() if key in made.weights}
     torch.testing.assert_close(dict(made.weights), weights, rtol=0, atol=1e-9)
+
+
+def test_the_dtype_of_a_configuration_does_not_round_the_weights(tmp_path: Path) -> None:
+    created = []
+    for dtype in ("float32", "bfloat16"):
+        write_config("LlamaForCausalLM", tmp_path / dtype, dtype=dtype)
+        torch.manual_seed(0)
+        created.append(create(str(tmp_path / dtype), [8], 30).state_dict())
+    torch.testing.assert_close(created[0], created[1], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("case", [Case("ddp", 2), Case("fsdp", 2), Case("tp", 2)], ids=str)
