@@ -3,6 +3,7 @@
 import json
 import os
 import runpy
+import warnings
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,9 @@ def test_the_page_runs(
     losses = [row["val/loss"] for row in rows if "val/loss" in row]
     assert losses[-1] < losses[0] - 0.1, losses
     capsys.readouterr()
-    runpy.run_path(str(mine / "generate.py"), run_name="__main__")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft calls what transformers deprecates
+        runpy.run_path(str(mine / "generate.py"), run_name="__main__")
     of_tuned, of_adapted, are_equal = capsys.readouterr().out.splitlines()
     assert of_tuned == of_adapted and are_equal == "True"
 
