@@ -68,12 +68,17 @@ def tensors_in(directory: Path) -> dict[str, Path]:
 @pytest.mark.parametrize(
     ("name", "auto", "num_ranks", "words"),
     [
-        ("LlamaForCausalLM", "AutoModelForCausalLM", 1, (*TEXT, "parallel=none")),
         ("LlamaForCausalLM", "AutoModelForCausalLM", 2, (*TEXT, "parallel=fsdp", "ema.decay=0.5")),
         ("BertForSequenceClassification", "AutoModelForSequenceClassification", 2, (*CLASSES, "parallel=fsdp")),
-        ("GPT2LMHeadModel", "AutoModelForCausalLM", 1, (*TEXT, "parallel=none", "precision=fp64")),
+        pytest.param(
+            *("LlamaForCausalLM", "AutoModelForCausalLM", 1, (*TEXT, "parallel=none")), marks=pytest.mark.thorough
+        ),
+        pytest.param(
+            *("GPT2LMHeadModel", "AutoModelForCausalLM", 1, (*TEXT, "parallel=none", "precision=fp64")),
+            marks=pytest.mark.thorough,
+        ),
     ],
-    ids=("llama", "llama-averaged", "bert", "gpt2"),
+    ids=("llama-averaged", "bert", "llama", "gpt2"),
 )
 def test_transformers_and_a_new_run_load_the_weights_to_the_bit(
     name: str, auto: str, num_ranks: int, words: tuple[str, ...], here: Callable[..., int], tmp_path: Path
@@ -140,6 +145,13 @@ def test_the_files_of_the_tokenizer_are_copied(
     assert f"copied   {', '.join(copied)}, from {tmp_path}/config\n" in printed
     assert "tied     lm_head.weight is stored as model.embed_tokens.weight\n" in printed
     assert "checked  LlamaForCausalLM.from_pretrained returns these weights\n" in printed
+    (tmp_path / "words.json").write_text("[]")  # the tokenizer of the data takes precedence
+    used = (f"data.tokenizer={tmp_path}/words.json", "export.output=other", "precision=fp64")
+    assert here("task=export", f"run={done.path}", "export.format=hf", *used) == 0
+    assert f"copied   tokenizer.json, from {tmp_path}/words.json\n" in capfd.readouterr().out
+    assert (tmp_path / "other" / "tokenizer.json").read_text() == "[]"
+    converted = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "other").state_dict()
+    assert all(torch.equal(converted[name], tensor.double()) for name, tensor in done.weights.items())
 
 
 def test_what_cannot_be_exported_is_refused_and_leaves_no_file(
