@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from mode_cases import Case
-from parity import COMMON, losses_of_a_plain_loop
+from parity import COMMON, assert_equal, losses_of_a_plain_loop
 from runner.shipped.data.random import RandomRegression
 from worlds import run
 
@@ -35,6 +35,17 @@ def test_a_model_of_timm_equals_a_plain_loop(name: str, case: Case, tmp_path: Pa
     losses = losses_of_a_plain_loop(model, RandomRegression(True, SHAPE, 4, num_train=45), lr=0.001, num_steps=3)
     assert [made.losses[step] for step in (1, 2, 3)] == pytest.approx(losses, rel=1e-9)
     torch.testing.assert_close(dict(made.weights), model.state_dict(), rtol=0, atol=1e-9)
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore:Grad strides")  # of 1 x 1 convolutions, under ddp
+@pytest.mark.parametrize("name", timm.list_models("test_*"))
+def test_the_small_models_of_timm_agree_in_all_modes(name: str, tmp_path: Path) -> None:
+    words = (*IMAGES, "data.num_train=12", "batch_size=12", f"model.name={name}")
+    words = tuple(word for word in words if word not in ("data.num_train=45", "batch_size=45"))
+    one = run(tmp_path / "one", 1, *words)
+    for case in (Case("ddp", 2), Case("zero", 2), Case("fsdp", 2)):
+        assert_equal(run(tmp_path / str(case), case.world_size, *words, *case.overrides), one)
 
 
 @pytest.mark.parametrize(
