@@ -44,21 +44,36 @@ def create(
     name = architecture or next(iter(settings.architectures or ()), None)
     if name is None:
         raise ValueError(f"config={config} names no architecture; set architecture=AutoModelForCausalLM, for example")
-    kind: Any = getattr(transformers, name, None)
-    build = getattr(kind, "from_config", getattr(kind, "_from_config", None))  # of an AutoModel, or of a model's class
+    build = _builder(transformers, name)
     if build is None:
-        raise ValueError(f"architecture={name} is not a model of transformers{_near(name, dir(transformers))}")
+        models = (each for each in get_close_matches(name, dir(transformers), n=10) if _builder(transformers, each))
+        raise ValueError(f"architecture={name} is not a model of transformers{_near(name, models)}")
+    text = settings.get_text_config()
     if "Classification" in name:
         settings.num_labels = num_outputs
-    elif (size := getattr(settings.get_text_config(), "vocab_size", None)) is not None and size < num_outputs:
+    elif (size := getattr(text, "vocab_size", None)) is not None and size < num_outputs:
         raise ValueError(f"config={config}: its vocab_size={size} must be at least num_outputs={num_outputs}")
+    if "SequenceClassification" in name and hasattr(text, "vocab_size") and getattr(text, "pad_token_id", None) is None:
+        raise ValueError(
+            f"config={config}: {name} finds the last token by pad_token_id, which is not set; set a token that no "
+            "text ends with, such as options.pad_token_id=0"
+        )
     try:
         # Otherwise, weights are created in the dtype of the configuration, often bfloat16, and rounded.
         model: nn.Module = build(settings, dtype=torch.float32)
-    except (TypeError, ValueError, AttributeError, AssertionError, KeyError, ImportError) as error:
-        raise ValueError(f"transformers refuses {name} with config={config}: {error}") from None
+    except Exception as error:  # constructors raise many types
+        raise ValueError(f"transformers refuses {name} with config={config}: {_first_line(error)}") from None
     _offer_methods(model)
     return model
+
+
+def _builder(transformers: Any, name: str) -> Any:
+    """Return the function that builds a model of a class, which may be an AutoModel; None if it is no model."""
+    try:
+        kind = getattr(transformers, name, None)
+        return getattr(kind, "from_config", getattr(kind, "_from_config", None))
+    except ImportError:  # of a package that only other classes need
+        return None
 
 
 def _read(path: str, options: Mapping[str, Any]) -> Any:
@@ -72,12 +87,22 @@ def _read(path: str, options: Mapping[str, Any]) -> Any:
         settings, unused = AutoConfig.from_pretrained(
             str(file), **options, return_unused_kwargs=True, local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"config={path}: transformers cannot read it: {error}") from None
+    except Exception as error:  # validators raise many types
+        reason = f"{_first_line(error)} (code in the directory is never run)"
+        raise ValueError(f"config={path}: transformers cannot read it: {reason}") from None
     if unused:
         name = next(iter(unused))
         raise ValueError(f"options.{name} is not a value of config={path}{_near(name, settings.to_dict())}")
+    if getattr(settings, "quantization_config", None) is not None:
+        raise ValueError(f"config={path}: quantized models (quantization_config) are not supported; use other weights")
+    settings.return_dict = True
+    if getattr(settings, "gradient_checkpointing", False):  # activation_checkpointing draws the same random numbers
+        settings.gradient_checkpointing = False
     return settings
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split('.')[0].split())}"
 
 
 def _near(name: str, names: Iterable[str]) -> str:
@@ -99,11 +124,19 @@ def _offer_methods(model: Any) -> None:
 
 
 def _forward_of(kind: Any) -> Any:
-    has_cache = "use_cache" in inspect.signature(kind.forward).parameters
+    parameters = inspect.signature(kind.forward).parameters
+    # The keys and values of a cache would only be kept for a next token.
+    options = {"use_cache": False} if "use_cache" in parameters else {}
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # The keys and values of a cache would only be kept for a next token.
-        output = kind.forward(self, *args, **kwargs, **({"use_cache": False} if has_cache else {}))
+        if "position_ids" in kwargs and "position_ids" not in parameters:
+            raise TypeError(f"{kind.__name__} ignores position_ids, and cannot separate packed records by them")
+        padding = getattr(self.config.get_text_config(), "pad_token_id", None)
+        tokens, mask = kwargs.get("input_ids"), kwargs.get("attention_mask")
+        if padding is not None and tokens is not None and mask is not None and mask.shape == tokens.shape:
+            # A classifier may find the last token by the model's padding, which may not be the tokenizer's.
+            kwargs["input_ids"] = tokens.masked_fill(mask == 0, padding)
+        output = kind.forward(self, *args, **kwargs, **options)
         return output if "labels" in kwargs else getattr(output, "logits", output)
 
     return forward

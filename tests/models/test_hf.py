@@ -1,5 +1,6 @@
 """model=hf: models of transformers train in every mode as in a plain loop."""
 
+import json
 import os
 import re
 from collections.abc import Callable
@@ -123,6 +124,39 @@ def test_the_dtype_of_a_configuration_does_not_round_the_weights(tmp_path: Path)
     torch.testing.assert_close(created[0], created[1], rtol=0, atol=0)
 
 
+def test_what_a_configuration_may_not_decide(tmp_path: Path) -> None:
+    """Gradient checkpointing would draw other dropout masks, and outputs may not be tuples."""
+    options = {"gradient_checkpointing": True, "return_dict": False, "attention_dropout": 0.3}
+    write_config("LlamaForCausalLM", tmp_path, **options)
+    file = tmp_path / "config.json"
+    values = json.loads(file.read_text()) | {"gradient_checkpointing": True}
+    file.write_text(json.dumps(values | {"quantization_config": {"quant_method": "gptq"}}))
+    with pytest.raises(ValueError, match=r"quantized models .quantization_config. are not supported"):
+        create(str(tmp_path), [8], 30)
+    file.write_text(json.dumps(values))
+    model = create(str(tmp_path), [8], 30)
+    assert not any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
+    assert isinstance(model(torch.ones(1, 8, dtype=torch.long)), torch.Tensor)
+
+
+def test_a_classifier_finds_the_last_token_whatever_the_padding_is(tmp_path: Path) -> None:
+    write_config("LlamaForCausalLM", tmp_path, pad_token_id=5)
+    model = create(str(tmp_path), [8], 4, architecture="LlamaForSequenceClassification").eval()
+    tokens, mask = torch.arange(6, 14)[None], torch.tensor([[1, 1, 1, 0, 0, 0, 0, 0]])
+    alone = model(tokens[:, :3], attention_mask=mask[:, :3])
+    for padding in (0, 5, 7):
+        padded = tokens.where(mask == 1, padding)
+        torch.testing.assert_close(model(input_ids=padded, attention_mask=mask), alone)
+
+
+def test_a_model_that_ignores_positions_refuses_packed_records(tmp_path: Path) -> None:
+    config = transformers.BloomConfig(vocab_size=30, hidden_size=16, n_layer=1, n_head=2)
+    config.architectures = ["BloomForCausalLM"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(TypeError, match="BloomForCausalLM ignores position_ids, and cannot separate packed records"):
+        create(str(tmp_path), [8], 30)(input_ids=torch.ones(1, 4, dtype=torch.long), position_ids=torch.arange(4)[None])
+
+
 @pytest.mark.parametrize("case", [Case("ddp", 2), Case("fsdp", 2), Case("tp", 2)], ids=str)
 def test_dropout_draws_what_one_process_draws(case: Case, tmp_path: Path) -> None:
     name = "LlamaForCausalLM" if case.mode == "tp" else "BertForSequenceClassification"
@@ -138,8 +172,14 @@ def test_dropout_draws_what_one_process_draws(case: Case, tmp_path: Path) -> Non
     [
         (("model.config=absent",), "config=absent: no such file, nor a directory with config.json"),
         (("model.architecture=LlamaForCausaLM",), "is not a model of transformers; did you mean LlamaForCausalLM?"),
+        (("model.architecture=AutoTokenizer",), "architecture=AutoTokenizer is not a model of transformers"),
         (("model.options={num_layers:3}",), "options.num_layers is not a value of config="),
         (("model.options={vocab_size:20}",), "its vocab_size=20 must be at least num_outputs=30"),
+        (("model.options={num_attention_heads:two}",), "transformers cannot read it: "),
+        (
+            ("model.architecture=LlamaForSequenceClassification", "model.options={pad_token_id:null}"),
+            "finds the last token by pad_token_id, which is not set",
+        ),
         (("model.options={hidden_act:rellu}",), "transformers refuses LlamaForCausalLM with config="),
         (("model.architecture=T5Model",), "transformers refuses T5Model with config="),
     ],
