@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from runner.checkpoints.layout import MANIFEST
-from runner.checkpoints.saved_state import MODEL, LocalState, SavedState
+from runner.checkpoints.saved_state import MODEL, LocalState, SavedState, without_extra_state
+from runner.checkpoints.shard_file import SavedTensor
 from runner.checkpoints.weights_file import open_weights
 from runner.distributed.world import World
 
@@ -58,9 +59,14 @@ class BaseWeights:
             problem = f"cannot be read ({error})"
         if problem:
             raise ValueError(
-                f"init_from.path={path} {problem}, but checkpoints of the run contain only the trained weights, and "
-                "this file the others; restore it"
+                f"init_from.path={path} {problem}, but the frozen weights are read from this file; restore it"
             )
+
+    def add_to(self, saved: SavedState) -> SavedState:
+        """Return the state with these weights, without a check of their file."""
+        file = open_weights(Path(self.path))
+        weights = {MODEL + name: file[source] for name, source in self.names.items()}
+        return replace(saved, tensors={**saved.tensors, **weights})
 
 
 def complete(saved: SavedState, world: World | None = None) -> SavedState:
@@ -75,10 +81,17 @@ def complete(saved: SavedState, world: World | None = None) -> SavedState:
         base.check()
     else:
         world.consensus.broadcast(f"base/{saved.path.name}", base.check)
-    file = open_weights(Path(base.path))
-    return replace(
-        saved, tensors={**saved.tensors, **{MODEL + name: file[source] for name, source in base.names.items()}}
-    )
+    return base.add_to(saved)
+
+
+def open_evaluated(path: Path) -> dict[str, SavedTensor]:
+    """Open a verified checkpoint, and return the weights that its run evaluated, also those that it leaves out.
+
+    The file of the latter is not checked. Raise ValueError if one of them cannot be read.
+    """
+    saved = SavedState.open(path)
+    base = BaseWeights.of_checkpoint(saved)
+    return without_extra_state((base.add_to(saved) if base else saved).evaluated().model())
 
 
 def _hash(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Weights of files, directories of Hugging Face and checkpoints, read tensor by tensor; code is never executed."""
+"""Weights of files and directories of Hugging Face, read tensor by tensor; code is never executed."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.checkpoints.saved_state import SavedState, without_extra_state
+from runner.checkpoints.saved_state import without_extra_state
 from runner.checkpoints.shard_file import SavedTensor, open_shards
 from runner.errors import first_line
 
@@ -24,14 +24,12 @@ FIX = "save only the state dict, with torch.save(model.state_dict(), FILE)"
 
 
 def open_weights(path: Path) -> dict[str, SavedTensor]:
-    """Open a file of weights, or a verified checkpoint's directory, of which the evaluated weights are read.
+    """Open a file of weights, which may be the index of several files.
 
-    The file may be the index of several files. Extra states of modules (`get_extra_state`) are left out. Raise
-    ValueError if a file is missing, contains no weights, is truncated, or cannot be read without executing code.
+    Extra states of modules (`get_extra_state`) are left out. Raise ValueError if a file is missing, contains no
+    weights, is truncated, or cannot be read without executing code.
     """
-    if path.is_dir():
-        tensors = SavedState.open(path).evaluated().model()
-    elif path.name.endswith(INDEX):
+    if path.name.endswith(INDEX):
         tensors = _open_indexed(path)
     elif path.suffix in SAFETENSORS:
         tensors = open_shards([path])

@@ -1,6 +1,7 @@
 """adapters=lora in one process: checkpoints and their file of frozen weights, exports, plans and refusals."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -90,7 +91,7 @@ def test_an_index_names_several_files(
     Path("part-1.safetensors").rename("moved")
     capfd.readouterr()
     assert here("task=evaluate", f"run={done.path}") == 2
-    assert "part-1.safetensors, which is missing, but checkpoints of" in capfd.readouterr().err
+    assert "part-1.safetensors, which is missing, but the frozen weights" in capfd.readouterr().err
     Path("part-1.safetensors").write_bytes(Path("moved").read_bytes()[:-1] + b"1")
     assert here("task=evaluate", f"run={done.path}") == 2
     assert "has changed since the run has started" in capfd.readouterr().err
@@ -112,6 +113,24 @@ def test_weights_of_the_constructor_and_of_checkpoints_are_stored(trained: tuple
     plain = [word for word in words if not word.startswith("adapters")]
     with pytest.raises(RankError, match="task=export writes a file in which they are merged"):
         run(tmp_path / "refused", 1, *plain, f"init_from={other.path}")
+
+
+def test_a_new_run_starts_with_the_adapters_and_the_base_of_another(
+    moved: tuple[Path, Path], trained: tuple[Files, Run], tmp_path: Path
+) -> None:
+    """Without adapters it is refused, because the names differ."""
+    path, base = moved
+    words = (*GPT_WORDS, *trained[0].words, "max_steps=1", f"init_from={path}")
+    again = run(tmp_path / "again", 1, *words, "optimizer.lr=0")
+    names = {name: re.sub(r"\.(query|value)\.", r".\1.base_layer.", name) for name in load_file(base)}
+    frozen = {names[name]: tensor for name, tensor in load_file(base).items()}
+    torch.testing.assert_close(again.weights, frozen | Run(path).weights, rtol=0, atol=0)
+    plain = [word for word in words if not word.startswith("adapters")]
+    with pytest.raises(RankError, match="task=export writes a file in which they are merged"):
+        run(tmp_path / "plain", 1, *plain)
+    base.unlink()
+    with pytest.raises(RankError, match=r"base\.safetensors no longer exists, but the frozen weights are"):
+        run(tmp_path / "missing", 1, *words)
 
 
 def test_a_forked_run_reads_the_same_file(trained: tuple[Files, Run], tmp_path: Path) -> None:
@@ -269,6 +288,22 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, here: Calla
     monkeypatch.setattr("runner.training.model.adapters.find_spec", lambda name: None)
     assert here("model=mlp", "adapters=lora") == 2
     assert "adapters=lora: it needs peft; pip install 'experiment-runner[lora]'" in capfd.readouterr().err
+
+
+def test_all_heads_of_a_timm_model_are_output_layers() -> None:
+    """One layer, or a tuple."""
+    timm = pytest.importorskip("timm", reason="needs the extra timm")
+    from runner.training.model.adapters import LoRA
+
+    sizes = {"img_size": 16, "patch_size": 8, "depth": 1, "embed_dim": 8, "num_heads": 2, "num_classes": 3}
+    for name, heads in (("deit_tiny_distilled_patch16_224", {"head", "head_dist"}), ("vit_tiny_patch16_224", {"head"})):
+        adapted = LoRA(rank=2).inject(timm.create_model(name, **sizes))
+        without = {
+            name
+            for name, part in adapted.named_modules()
+            if type(part) is nn.Linear and "lora_" not in name and "base_layer" not in name
+        }
+        assert without == heads
 
 
 def test_a_linear_layer_of_gpt_2_is_adapted(tmp_path: Path) -> None:

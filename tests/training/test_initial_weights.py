@@ -128,6 +128,20 @@ def test_a_mismatch_is_reported_with_the_fix(tmp_path: Path) -> None:
     assert "head.bias [3] of integers in the file, [3] in the model" in refuse(whole)[0]
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_weights_with_separate_scales_are_refused(strict: bool, tmp_path: Path) -> None:
+    held = weights()
+    held |= {"head.weight": held["head.weight"].to(torch.float8_e4m3fn), "head.weight_scale_inv": torch.ones(1)}
+    with pytest.raises(InputError) as refused:
+        load(held, tmp_path / "8.safetensors", strict=strict)
+    (message,) = refused.value.messages
+    assert message.endswith(
+        "8.safetensors has quantized weights of torch.float8_e4m3fn, whose scales are not applied: head.weight; "
+        "convert the file to bfloat16"
+    )
+    load(held, tmp_path / "9.safetensors", "^head[.]weight.*->", strict=False)  # the others
+
+
 class WithHead(nn.Module):
     """A network of another class as a submodule, and a new head."""
 

@@ -240,22 +240,28 @@ def _find(
 
 
 def _all_linear(module: nn.Module, linear: Mapping[str, nn.Module]) -> list[str]:
-    """Return the names of the linear layers except the output layer and those that share their weight."""
-    output, tied = _output_layer(module, linear), _tied(module)
-    targets = [name for name, layer in linear.items() if layer is not output and name not in tied]
+    """Return the names of the linear layers except the output layers and those that share their weight."""
+    output, tied = _output_layers(module, linear), _tied(module)
+    targets = [name for name, layer in linear.items() if layer not in output and name not in tied]
     if not targets:
         raise InputError(f"adapters.target={ALL_LINEAR}: the model has no linear layer besides its output layer")
     return targets
 
 
-def _output_layer(module: nn.Module, linear: Mapping[str, nn.Module]) -> nn.Module | None:
-    """Return the layer that peft leaves out for a model of transformers; for another model, the last linear layer."""
-    models = [part for part in module.modules() if hasattr(part, "get_output_embeddings")]
-    if models:
+def _output_layers(module: nn.Module, linear: Mapping[str, nn.Module]) -> set[nn.Module]:
+    """Return the layer that peft leaves out for a model of transformers, and for one of timm the layers of its heads.
+
+    For any other model, return the last linear layer.
+    """
+    models: list[Any] = [*module.modules()]
+    if found := [model for model in models if hasattr(model, "get_output_embeddings")]:
         classifier = next((layer for name, layer in linear.items() if name.split(".")[-1] in CLASSIFIERS), None)
-        found: nn.Module | None = models[0].get_output_embeddings()  # type: ignore[operator]
-        return classifier if found is None else found
-    return [*linear.values()][-1] if linear else None
+        output = found[0].get_output_embeddings()
+        return {*filter(None, (classifier if output is None else output,))}
+    if found := [model for model in models if hasattr(model, "get_classifier")]:
+        heads = found[0].get_classifier()  # one, or a tuple
+        return {layer for head in (heads if isinstance(heads, tuple) else (heads,)) for layer in head.modules()}
+    return {*[*linear.values()][-1:]}
 
 
 def _tied(module: nn.Module) -> dict[str, str]:

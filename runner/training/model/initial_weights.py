@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from runner.checkpoints.base_weights import BaseWeights
+from runner.checkpoints.base_weights import BaseWeights, complete, open_evaluated
 from runner.checkpoints.layout import BEST, LAST, MANIFEST, choose_checkpoint, find_checkpoint, list_checkpoints, verify
+from runner.checkpoints.saved_state import SavedState
 from runner.checkpoints.weights_file import open_weights, weights_in
 from runner.config.schema import InitFrom
 from runner.distributed.world import World
@@ -46,7 +47,10 @@ def locate_initial_weights(path: str | None, directory: str | None) -> Path | No
     if directory is not None and list_checkpoints(Path(directory) / CHECKPOINTS):
         return None
     with as_input_error(f"init_from.path={path}: "):
-        return _resolve(Path(path)).absolute()
+        found = _resolve(Path(path)).absolute()
+        if found.is_dir():
+            complete(SavedState.open(found))  # checks the file of the frozen weights
+        return found
 
 
 def _resolve(path: Path) -> Path:
@@ -89,7 +93,7 @@ class InitialWeights:
         self._option = f"init_from.path={options.path}"
         self._path = path
         with as_input_error(f"{self._option}: "):
-            self._file = open_weights(path)
+            self._file = open_evaluated(path) if path.is_dir() else open_weights(path)
         in_file = {name: _describe(tensor.shape, tensor.dtype) for name, tensor in self._file.items()}
         self._renamed = {self._base_name(name): source for name, source in _rename(options.map, in_file).items()}
         state = module.state_dict()
@@ -112,6 +116,11 @@ class InitialWeights:
         self._misfits = [
             f"{name} {in_file[sources[name]]} in the file, {self._in_model[name]} in the model" for name in misfits
         ]
+        if scaled := [source for source in sources.values() if _is_8_bit(self._file[source].dtype)]:
+            raise InputError(
+                f"{self._option} has quantized weights of {self._file[scaled[0]].dtype}, whose scales are not "
+                f"applied: {counted(scaled, _LISTED)}; convert the file to bfloat16"
+            )
         if options.strict and (messages := self._differences()):
             raise InputError(*messages)
         # What is still to be copied: the name in the file by the name in the model.
@@ -216,6 +225,11 @@ class InitialWeights:
 
 def _named_tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
     return chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+
+
+def _is_8_bit(dtype: torch.dtype) -> bool:
+    """Return True for a floating-point dtype of 8 bits, whose values files store with separate scales."""
+    return dtype.is_floating_point and dtype.itemsize == 1
 
 
 def _describe(shape: Sequence[int], dtype: torch.dtype) -> str:
