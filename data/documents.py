@@ -28,12 +28,34 @@ class Documents:
         return found.astype(np.int64).reshape(self._rows, -1)
 
 
+def check_tokenizer(option: str, tokenizer: Any, form: Form, max_tokens: int) -> None:
+    """Raise ValueError, which names `option`, if the tokenizer does not suit records of this form."""
+    if form == "messages":
+        if "strftime_now" in str(tokenizer.chat_template):  # one template, or several by name
+            raise ValueError(
+                f"{option}: its chat template contains today's date (strftime_now), so a resumed run would learn other "
+                "tokens; write a fixed date into the template"
+            )
+        return
+    if max_tokens <= (number := tokenizer.backend_tokenizer.num_special_tokens_to_add(False)):
+        # The tokenizer would not truncate at all.
+        raise ValueError(
+            f"max_tokens={max_tokens} must be greater than {number}, the number of special tokens that {option} adds "
+            "to each text; try 128"
+        )
+    if form != "classes" and tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"{option} has no end-of-text token, so a model would not learn where a text ends; set eos_token of the "
+            "tokenizer, and save it by save_pretrained in a directory"
+        )
+
+
 def encode_records(tokenizer: Any, records: Iterable[Record], form: Form, max_tokens: int) -> Iterator[np.ndarray]:
     """Yield the integers of all documents: tokens and targets of each, and at the end their lengths and numbers.
 
     With the form `classes`, a document has no targets. Otherwise, its targets are the next tokens, and the token of the
     end of a text is appended, except to messages. Records whose first `max_tokens` targets are all ignored are left
-    out. Raise ValueError, which names the line, if a record does not suit.
+    out. Raise ValueError, which names the line, if a record does not suit. `check_tokenizer` must have passed.
     """
     backend, eos = tokenizer.backend_tokenizer, tokenizer.eos_token_id
     backend.no_padding()
@@ -41,10 +63,10 @@ def encode_records(tokenizer: Any, records: Iterable[Record], form: Form, max_to
     backend.enable_truncation(max_tokens + (not classes))  # keeps the special tokens at the end
     lengths: list[int] = []
     num_truncated = num_left_out = 0
-    for some in batches(records):
-        prepared = [_prepare(tokenizer, record, form) for record in some]
+    for batch in batches(records):
+        prepared = [_prepare(tokenizer, record, form) for record in batch]
         encodings = backend.encode_batch([text for text, _ in prepared], add_special_tokens=not is_chat)
-        for (_, ranges), encoding, record in zip(prepared, encodings, some, strict=True):
+        for (_, ranges), encoding, record in zip(prepared, encodings, batch, strict=True):
             is_truncated = bool(encoding.overflowing)
             document = np.array(encoding.ids, np.int64)[None]
             if not classes:

@@ -1,6 +1,6 @@
 """Token sequences for classifiers and language models, from JSON lines and Parquet files."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from .checks import check_counts, check_rows
-from .documents import IGNORED, Documents, Form, encode_records
+from .documents import IGNORED, Documents, Form, check_tokenizer, encode_records
 from .paths import find_split
-from .records import read_records
+from .records import Record, read_records
 from .tokens import cached_tokens, check_vocabulary, open_tokenizer
 
 KINDS = ".jsonl or .parquet"
@@ -32,7 +32,8 @@ class Sequences(Dataset[tuple[dict[str, Tensor], Tensor]]):
             `completion`, or `messages`, of which those of the assistant are learned.
         tokenizer: the directory of a tokenizer of transformers with tokenizer.json, or such a file.
         max_tokens: T is at most this number, as sample_shape is [max_tokens]; longer records are truncated.
-        kind: whether the targets are classes or tokens; auto: classes if the first training record has a label.
+        kind: whether the targets are classes or tokens; auto: classes if the first training record has a label,
+            and then each record must have one, or otherwise none.
         pad_to: the length of a batch: its longest sample, a multiple of a number of tokens, or max_tokens.
         packing: sample i consists of as many successive documents as fit into max_tokens. Instead of attention_mask it
             has position_ids, which start at 0 in each document, and by which transformers separates the documents.
@@ -40,7 +41,7 @@ class Sequences(Dataset[tuple[dict[str, Tensor], Tensor]]):
 
     Classes are numbered in the sorted order of the training split's labels, which `classes` contains.
     Raises ValueError if files or fields are missing, a line is not JSON, a label occurs in no training record,
-    or num_outputs is neither the number of classes nor the size of the vocabulary.
+    labels are of two types, or num_outputs is neither the number of classes nor the size of the vocabulary.
     """
 
     def __init__(
@@ -76,13 +77,19 @@ class Sequences(Dataset[tuple[dict[str, Tensor], Tensor]]):
         opened, sources = open_tokenizer(tokenizer)
         if not has_classes:
             check_vocabulary(num_outputs, opened)
-        self.padding = opened.pad_token_id or 0  # any token, because the mask and the targets exclude it
+        check_tokenizer(f"tokenizer={tokenizer}", opened, form, max_tokens)
+        # The mask and the targets exclude padding, so any token would do, except for a decoder with a classification
+        # head: it finds the last token of a text by pad_token_id of its configuration.
+        self.padding = opened.pad_token_id or 0
+        records = read_records(paths[split])
+        if kind == "auto" and not has_classes:
+            records = _refusing_labels(records)
         integers = cached_tokens(
             cache,
             [*paths[split], *sources],
-            f"{form} {max_tokens}",
+            f"{form} {kind} {max_tokens}",
             "int32",
-            encode_records(opened, read_records(paths[split]), form, max_tokens),
+            encode_records(opened, records, form, max_tokens),
         )
         self.documents = Documents(integers, has_targets=not has_classes)
         lengths = self.documents.lengths
@@ -123,23 +130,32 @@ class Sequences(Dataset[tuple[dict[str, Tensor], Tensor]]):
         return inputs, torch.stack(targets)
 
     def _read_labels(self, train: Sequence[Path], paths: Sequence[Path], num_outputs: int) -> None:
-        found = {record.label() for record in read_records(train)}
+        positions: dict[type, str] = {}  # of the first label of each type
+        found = set()
+        for record in read_records(train):
+            found.add(label := record.label())
+            positions.setdefault(type(label), record.position)
+        if len(positions) > 1:
+            raise ValueError(
+                f"{positions[str]}: label is text, but an integer in {positions[int]}; write all labels as one type"
+            )
         try:
-            self.classes = sorted(found, key=int)
+            known = sorted(found, key=lambda label: (int(label), str(label)))  # 1 and 01 are two labels
         except ValueError:
-            self.classes = sorted(found)
+            known = sorted(found, key=str)
+        self.classes = [str(label) for label in known]
         if num_outputs != (count := len(self.classes)):
             listed = ", ".join(self.classes[:5]) + (", ..." if count > 5 else "")
             raise ValueError(
                 f"num_outputs={num_outputs} must be {count}, the number of labels ({listed}); "
                 f"set data.num_outputs={count}"
             )
-        known = {label: number for number, label in enumerate(self.classes)}
+        numbers = {label: number for number, label in enumerate(known)}
         labels = []
         for record in read_records(paths):
-            if (label := record.label()) not in known:
+            if (label := record.label()) not in numbers:
                 raise ValueError(f"{record.position}: label is {label!r}, which no training record has")
-            labels.append(known[label])
+            labels.append(numbers[label])
         self.labels = np.array(labels)
 
     def _describe(self, split: str) -> str:
@@ -160,6 +176,17 @@ def _field_names(option: str, paths: Sequence[Path]) -> set[str]:
     for record in read_records(paths):
         return {*record.fields}
     raise ValueError(f"{option} has no records; at least one is required")
+
+
+def _refusing_labels(records: Iterator[Record]) -> Iterator[Record]:
+    """Yield the records. Raise ValueError if one has a label, because the first training record has none."""
+    for record in records:
+        if "label" in record.fields:
+            raise ValueError(
+                f"{record.position}: the record has a label, but the first training record has none; add a label to "
+                "each record, or set data.kind=tokens"
+            )
+        yield record
 
 
 def _pack(lengths: np.ndarray, room: int) -> np.ndarray:

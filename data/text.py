@@ -134,12 +134,14 @@ def _encode(tokenizer: str, num_outputs: int, paths: Sequence[Path], cache: str)
 
 @contextmanager
 def _decoding(path: Path) -> Iterator[io.TextIOBase]:
-    """Open a file of UTF-8, without a byte order mark. Raise ValueError if reading it finds other bytes."""
+    """Open a file of UTF-8, without a byte order mark. Raise ValueError if it cannot be read or has other bytes."""
     try:
         with open(path, encoding="utf-8-sig") as file:
             yield file
     except UnicodeDecodeError as error:
         raise ValueError(f"files: {path} is not UTF-8 ({error.reason}); convert it, or set unit=bytes") from None
+    except OSError as error:
+        raise ValueError(f"files: {path} cannot be read: {error.strerror}") from None
 
 
 def _read_characters(path: Path) -> str:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 T = TypeVar("T")
-FORMAT = 1  # of the files; increase it when the same options lead to other integers
+FORMAT = 2  # of the files; increase it when the same options lead to other integers
 
 
 class MappedTokens:
@@ -37,14 +37,14 @@ class MappedTokens:
 
 
 def cached_tokens(
-    cache: str, sources: Sequence[Path], settings: str, dtype: str, computed: Iterable[np.ndarray]
+    cache: str, sources: Sequence[Path], settings: str, dtype: str, arrays: Iterable[np.ndarray]
 ) -> MappedTokens:
-    """Return the integers of `computed`, which is iterated once, to store them in a file of the directory `cache`.
+    """Return the integers of `arrays`, which is iterated once, to store them in a file of the directory `cache`.
 
     Several processes may call it at once: one of them writes the file, while the others on its file system wait. The
     file is complete or absent at any time. Its name depends on `settings`, on the versions of the libraries, and on the
     paths, sizes and modification times of `sources`. Raise ValueError if the directory cannot be written, or if there
-    are no integers.
+    are no integers. An OSError is reported as a fault of the directory, so `arrays` must not raise one.
     """
     facts = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in sources]
     versions = [FORMAT, *map(version, ("transformers", "tokenizers"))]
@@ -52,6 +52,8 @@ def cached_tokens(
     directory = Path(cache).expanduser()
     path, partial = directory / f"{key}.tokens", directory / f"{key}.partial"
     try:
+        if directory.is_file():
+            raise ValueError(f"cache={cache} is a file, not a directory; set data.cache")
         if not path.exists():
             directory.mkdir(parents=True, exist_ok=True)
             with open(directory / f"{key}.lock", "w") as lock:
@@ -59,7 +61,7 @@ def cached_tokens(
                 if not path.exists():
                     try:
                         with open(partial, "wb") as file:
-                            file.writelines(integers.astype(dtype).tobytes() for integers in computed)
+                            file.writelines(integers.astype(dtype).tobytes() for integers in arrays)
                         if not partial.stat().st_size:
                             raise ValueError(f"files: there are no tokens in {', '.join(map(str, sources[:-1]))}")
                         partial.rename(path)

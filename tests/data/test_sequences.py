@@ -85,7 +85,29 @@ def test_a_truncated_text_keeps_the_special_tokens_of_its_classifier(make: Make,
     fast.backend_tokenizer.save(str(tmp_path / "marked.json"))
     data = make([{"text": SENTENCES[0], "label": "x"}], num_outputs=1, max_tokens=4, tokenizer="marked.json")
     assert data[0][0]["input_ids"].tolist() == words("<user>", "the", "cat", "<eos>")
-    assert data.padding == 0  # such a file names no padding token; any token can be used
+    assert data.padding == 0  # such a file names no padding token
+    with pytest.raises(
+        ValueError, match=r"^max_tokens=2 must be greater than 2, the number of special tokens that tok"
+    ):
+        make([{"text": SENTENCES[0], "label": "x"}], num_outputs=1, max_tokens=2, tokenizer="marked.json")
+    with pytest.raises(ValueError, match=r"^tokenizer=marked.json has no end-of-text token, so .*; set eos_token of"):
+        make([{"text": SENTENCES[0]}], tokenizer="marked.json")
+
+
+def test_all_labels_are_of_one_type_and_all_records_of_one_kind(make: Make, tmp_path: Path) -> None:
+    zeros = [{"text": "a", "label": "0" * count + "1"} for count in range(8)]
+    assert make(zeros, num_outputs=8).classes == sorted(str(record["label"]) for record in zeros)
+    mixed: list[dict[str, Any]] = [{"text": "a", "label": "1"}, {"text": "a", "label": 1}]
+    message = r"records.jsonl, line 1: label is text, but an integer in records.jsonl, line 2; write all labels as one"
+    with pytest.raises(ValueError, match=f"^{message}"):
+        make(mixed, num_outputs=1)
+    save_records(tmp_path / "val.jsonl", mixed)
+    with pytest.raises(ValueError, match=r"^val.jsonl, line 2: label is 1, which no training record has"):
+        make(mixed[:1], num_outputs=1, split="val", files={"train": "records.jsonl", "val": "val.jsonl"})
+    later = [{"text": "a cat"}, {"text": "a", "label": "x"}]
+    assert len(make(later, kind="tokens")) == 2
+    with pytest.raises(ValueError, match=r"^records.jsonl, line 2: the record has a label, but the first training rec"):
+        make(later)  # the stored tokens of the other kind are not used
 
 
 @pytest.mark.parametrize(("pad_to", "width"), [("longest", 6), (4, 8), (5, 8), ("max_tokens", 8)])
@@ -157,7 +179,9 @@ def test_the_tokens_are_computed_once_and_mapped(make: Make, monkeypatch: pytest
         ("{", r"^records.jsonl, line 2: is not JSON \(.*\); write one JSON object per line$"),
         ("[1]", r"^records.jsonl, line 2: is list in JSON; write one JSON object per line$"),
         ('{"body": "a"}', r"^records.jsonl, line 2: the field text is missing; the record has body$"),
+        ('{"text": null}', r"^records.jsonl, line 2: the field text is null; remove the record, or fill in the value$"),
         ('{"text": 1}', r"^records.jsonl, line 2: the field text must be str, not int$"),
+        (r'{"text": "a \ud800"}', r"^records.jsonl, line 2: \\ud800 is one half of a surrogate pair; remove it, or"),
     ],
 )
 def test_records_that_cannot_be_read_are_named(line: str, message: str, make: Make, tmp_path: Path) -> None:
@@ -178,7 +202,7 @@ def test_invalid_options_are_refused_before_anything_is_written(make: Make, tmp_
             r"num_outputs=2 must be 33, the size of the tokenizer's vocabulary; set data.num_out",
         ),
         (labeled, {}, r"num_outputs=33 must be 1, the number of labels \(x\); set data.num_outputs=1"),
-        ([{"text": "a", "label": None}], {"kind": "classes"}, "records.jsonl, line 1: the field label is missing"),
+        ([{"text": "a", "label": None}], {"kind": "classes"}, "records.jsonl, line 1: the field label is null"),
         ([{"text": "a", "label": 0.5}], {}, "records.jsonl, line 1: the field label must be str, not float"),
         ([], {}, r"files.train=records.jsonl has no records; at least one is required"),
         (text, {"files": {"train": "other.jsonl"}}, r"files.train=other.jsonl is not a file"),
@@ -196,8 +220,19 @@ def test_invalid_options_are_refused_before_anything_is_written(make: Make, tmp_
     with pytest.raises(ValueError, match=r"^files.train: no record has a token to predict within max_tokens=1"):
         make([{"prompt": "a cat", "completion": " ran"}], max_tokens=1)
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"^cache=file: tokens cannot be stored there \(.*\); set data.cache"):
+    with pytest.raises(ValueError, match=r"^cache=file is a file, not a directory; set data.cache"):
         make(text, cache="file")
+    with pytest.raises(ValueError, match=r"^cache=file/a: tokens cannot be stored there \(.*\); set data.cache"):
+        make(text, cache="file/a")
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs Linux's /proc")
+def test_a_file_that_cannot_be_read_is_no_fault_of_the_cache(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "broken.jsonl").symlink_to("/proc/self/mem")
+    with pytest.raises(ValueError, match=r"^broken.jsonl cannot be read: Input/output error"):
+        make([], files={"train": "broken.jsonl"})
+    with pytest.raises(ValueError, match=r"^files: broken.jsonl cannot be read: Input/output error"):
+        Text("train", [8], len(VOCABULARY), "broken.jsonl", tokenizer="tokenizer")
 
 
 @pytest.mark.parametrize(
@@ -205,6 +240,10 @@ def test_invalid_options_are_refused_before_anything_is_written(make: Make, tmp_
     [
         (None, "line 1: the tokenizer's chat template refuses messages: Cannot use chat"),
         ("{{ raise_exception('no such role') }}", "line 1: .*chat template refuses messages: no such role$"),
+        (
+            "{{ strftime_now('%S') }}",
+            "^tokenizer=.*: its chat template contains today's date .*; write a fixed date into",
+        ),
         ("{% for m in messages %}{{ loop.revindex }}{% endfor %}", "line 1: .*its text of a message depends on later"),
     ],
 )
