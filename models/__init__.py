@@ -8,6 +8,8 @@ belongs to exactly one stage. A module that a stage adds, such as Flatten, must 
 A tied parameter is an exception: the same Parameter object under several names, such as the weight of an embedding and
 of a head, may belong to several stages, and so may a module that forward calls several times. Its gradient is the sum
 over these stages. `split`, which cannot compute that sum, refuses such a model with an error that names the parameter.
+For parallel.sequence, the first stage gets all positions of a sample, and the others only some of them. A stage whose
+result depends on the positions, other than by F.scaled_dot_product_attention, accepts the keyword `first_position`.
 
 `blocks() -> list[nn.Module]` returns submodules that each forward calls exactly once, such as the layers of an encoder,
 for a model without stages. fsdp gathers the parameters of one block at a time, and activation checkpointing recomputes

@@ -176,8 +176,20 @@ class Layer(nn.Module):
             self.rotary_emb = decoder.rotary_emb
         self._decoder = [_reduce(decoder, self.layer, nn.Identity())]  # in a list, because it is not a submodule
 
-    def forward(self, features: Tensor) -> Tensor:
-        return self._decoder[0](inputs_embeds=features, use_cache=False).last_hidden_state
+    def forward(self, features: Tensor, first_position: int = 0) -> Tensor:
+        """first_position: that of the features, which are a part of those of a sample.
+
+        Raises ValueError if the layer's window excludes earlier positions, and the features are such a part.
+        """
+        decoder, length = self._decoder[0], features.size(1)
+        window = getattr(decoder.config, "sliding_window", None)
+        if first_position and window is not None and first_position + length > window:
+            raise ValueError(f"a part of a sample of more than sliding_window={window} positions is not supported")
+        positions: dict[str, Tensor] = {}  # by default, they start at 0
+        if first_position:
+            numbers = torch.arange(first_position, first_position + length, device=features.device)
+            positions["position_ids"] = numbers[None]
+        return decoder(inputs_embeds=features, use_cache=False, **positions).last_hidden_state
 
 
 class Head(nn.Module):

@@ -1,4 +1,4 @@
-"""Several kinds of parallelism at once: a mesh of replicas, shards, stages of a pipeline, and sharded layers."""
+"""Several kinds of parallelism at once: a mesh of replicas, shards, positions, stages, and sharded layers."""
 
 import math
 from dataclasses import replace
@@ -12,25 +12,33 @@ from runner.parallel.allreduce import AllReduce
 from runner.parallel.fsdp import FSDP, check_sparse
 from runner.parallel.pipeline import Pipeline, Schedule, trainable_units
 from runner.parallel.pipeline_replica import find_ties
+from runner.parallel.sequence import prepare_positions
 from runner.parallel.tp import TP, check_layers, prepare_layers
 from runner.training.mode import Axes, Parallel, ParallelModel, Recipe, check_divides
 from runner.training.model.activation_checkpointing import Extent
+from runner.training.refusal import Refusal
+
+_COMPILED = Refusal(
+    "compile", "{setting} has no effect with parallel.sequence=N, which calls stages()", "set it false", values=(True,)
+)
 
 
 class Mesh(Parallel):
-    """parallel=mesh: the axes of allreduce, fsdp, pipeline and tp, combined in one mesh."""
+    """parallel=mesh: the axes of allreduce, fsdp, pipeline and tp, and parts of sequences, combined in one mesh."""
 
     needs_group = True
     fails_at_once = False
     refusals = (
         *(each.of_axis("parallel=pipeline", "parallel.stage=N") for each in Pipeline.refusals),
         *(each.of_axis("parallel=tp", "parallel.tensor=N") for each in TP.refusals),
+        _COMPILED,
     )
 
     def __init__(
         self,
         replicate: int | None = 1,
         shard: int | None = None,
+        sequence: int | None = 1,
         stage: int | None = 1,
         tensor: int | None = 1,
         schedule: Schedule = "GPipe",
@@ -38,7 +46,7 @@ class Mesh(Parallel):
         virtual_stages: int | None = None,
         balance: Literal["parameters", "compute"] = "parameters",
     ):
-        self._sizes = {"replicate": replicate, "shard": shard, "stage": stage, "tensor": tensor}
+        self._sizes = {"replicate": replicate, "shard": shard, "sequence": sequence, "stage": stage, "tensor": tensor}
         free = [axis for axis, size in self._sizes.items() if size is None]
         if len(free) > 1:
             keys = " and ".join(f"parallel.{axis}=null" for axis in free)
@@ -62,6 +70,11 @@ class Mesh(Parallel):
                 "change an axis"
             )
         axes = Axes(**{axis: sizes.get(axis, world_size // product) for axis in self._sizes})
+        others = [f"parallel.{axis}={size}" for axis in ("stage", "tensor") if (size := getattr(axes, axis)) > 1]
+        if axes.sequence > 1 and others:
+            raise ValueError(
+                f"parallel.sequence={axes.sequence} cannot be combined with {others[0]}; set one of them 1"
+            )
         if axes.stage > 1:
             return replace(axes, micro_batches=self.pipeline.as_axis(axes.stage).axes(world_size).micro_batches)
         if self._changed:
@@ -83,6 +96,8 @@ class Mesh(Parallel):
         of_stages = [each.of_axis("parallel=pipeline", f"parallel.stage={axes.stage}") for each in Pipeline.refusals]
         of_layers = [each.of_axis("parallel=tp", f"parallel.tensor={axes.tensor}") for each in TP.refusals]
         self.refusals = (*(of_stages if axes.stage > 1 else ()), *(of_layers if axes.tensor > 1 else ()))
+        if axes.sequence > 1:
+            self.supported_objectives, self.refusals = "supervised", (_COMPILED.of_axis("=N", f"={axes.sequence}"),)
 
     def check(self, module: nn.Module, activation_checkpointing: Extent) -> list[str]:
         axes, messages = self.resolved_axes, list[str]()
@@ -120,5 +135,7 @@ class Mesh(Parallel):
             if axes.stage > 1:
                 return self.pipeline.prepare_stages(recipe, world, mesh)
             return prepare_layers(recipe, world, mesh)
+        if axes.sequence > 1:
+            return prepare_positions(recipe, world, axes)
         single = FSDP(axes.replicate) if axes.shard > 1 else AllReduce()
         return single.at(axes.size).prepare(recipe, world)

@@ -162,7 +162,8 @@ def distinct_ranks(axes: Axes, world_size: int) -> list[int]:
     if world_size <= MAX_PLANNED:
         return [*range(world_size)]
     stages = [*range(axes.stage)] if axes.stage <= MAX_PLANNED else [0, 1, axes.stage // 2, axes.stage - 1]
-    return sorted({0, *(axes.servers + stage * axes.tensor for stage in stages)})
+    # With causal attention, the last positions of a sample attend to the most others.
+    return sorted({0, axes.sequence - 1, *(axes.servers + stage * axes.tensor for stage in stages)})
 
 
 def _with_other_stages(ranks: list[RankPlan], axes: Axes) -> dict[int, Any]:

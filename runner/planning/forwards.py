@@ -29,14 +29,14 @@ class Forwards:
         """Return the findings of `run_forward`, and mark the same modules. Raises InputError as it does."""
         parallel, objective = components.parallel, components.objective
         modules = [*components.module.modules()]
-        key = repr(replace(config, parallel=None)), parallel.shards_matrices, parallel.meta_init
+        axes = parallel.resolved_axes
+        key = repr(replace(config, parallel=None)), parallel.shards_matrices, parallel.meta_init, axes.sequence
         if key in self._known:
             forward, added = self._known[key]
             for module, attributes in zip(modules, added, strict=True):
                 vars(module).update(attributes)
             if isinstance(objective, Supervised):
-                targets, is_ragged = components.sample().targets, hasattr(components.samples.source, "collate")
-                objective.settle(forward.prediction.outputs, targets, is_ragged)
+                objective.settle(forward.prediction.outputs, components.sample().targets, components.is_ragged)
             return Findings(forward)
         before = [set(vars(module)) for module in modules]
         found = run_forward(components, config.activation_checkpointing != "none")

@@ -47,6 +47,8 @@ class Predict(JobTask):
             messages.append(f"predict.output={output} must {rule} with format={kind}")
         elif output is not None and (Path(output).is_dir() or (kind == "npy" and Path(output).exists())):
             messages.append(f"predict.output={output} must not exist yet; choose another path")
+        if config.parallel.get("sequence", 1) != 1:  # no rank has the outputs of a sample
+            messages.append("task=predict does not support parallel.sequence; try parallel.sequence=1")
         objective = locate(config.objective["_target_"])
         if isinstance(objective, type) and (why := _lacks_predict(objective)):  # not a factory
             messages.append(why)

@@ -112,6 +112,8 @@ class Tracer(Callback):
             for name, tensor in named_tensors(batch.data).items():
                 add(f"tensor {name} of the batch" if name else "the batch", number, tensor)
         for module, calls in self._calls.items():
+            if self._experiment.axes.sequence > 1:  # outputs of one rank are not comparable to those of another
+                continue
             if batches and len(calls) % len(batches) == 0:  # the same number of calls for each micro-batch
                 for position, outputs in enumerate(calls):
                     number, call = divmod(position, len(calls) // len(batches))

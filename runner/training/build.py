@@ -339,7 +339,7 @@ class Assembly:
     def _make_metrics(self) -> MetricSums:
         objective, prediction = self.components.objective, self._found.forward.prediction
         loss = objective.function if isinstance(objective, Supervised) else None
-        return make_metrics(self._config.metrics, loss, prediction.outputs, prediction.targets)
+        return make_metrics(self._config.metrics, loss, prediction.outputs, prediction.targets, self.axes.sequence)
 
     def _make_train_loader(self) -> Loader:
         config = self._config

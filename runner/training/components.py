@@ -28,6 +28,7 @@ from runner.training.metrics.metric_sums import MetricSums
 from runner.training.metrics.torchmetrics_adapter import TorchMetric, is_torchmetric
 from runner.training.mode import Parallel
 from runner.training.model.deferred_init import BuiltModel
+from runner.training.model.positions import split_positions
 from runner.training.model.submodules import attach_submodule
 
 RESERVED = ("grad_norm", "learning_rate", "skipped_steps")  # what a step logs itself, besides its losses
@@ -56,6 +57,11 @@ class Components:
     @property
     def module(self) -> nn.Module:
         return self.model.module
+
+    @property
+    def is_ragged(self) -> bool:
+        """True if targets may have other shapes than those of the first sample, such as fewer positions."""
+        return hasattr(self.samples.source, "collate") or self.parallel.resolved_axes.sequence > 1
 
     def sample(self) -> MicroBatch:
         """Return the samples of an evaluation, in float32."""
@@ -139,10 +145,11 @@ def attach_objective(module: nn.Module, objective: Objective, device: torch.devi
                 keep_in_evaluation_mode(submodule)
 
 
-def make_metrics(nodes: Mapping[str, Any], loss: Any, outputs: Any, targets: Any) -> MetricSums:
+def make_metrics(nodes: Mapping[str, Any], loss: Any, outputs: Any, targets: Any, num_parts: int = 1) -> MetricSums:
     """Construct the metrics, and try each on one sample's outputs and targets (first dim 1).
 
-    Options that are `auto` take the loss's values. Raises InputError for an unsuitable metric.
+    Options that are `auto` take the loss's values. num_parts: the number of ranks that measure different positions of
+    the same samples. Raises InputError for an unsuitable metric.
     """
     loss_options = _loss_options(loss)
     metrics: dict[str, Metric] = {}
@@ -157,7 +164,15 @@ def make_metrics(nodes: Mapping[str, Any], loss: Any, outputs: Any, targets: Any
             )
         else:
             metrics[name] = metric
-    return MetricSums(metrics, outputs, targets)
+    sums = MetricSums(metrics, outputs, targets)
+    if num_parts == 1:
+        return sums
+    if unsuitable := sums.not_of_parts(outputs, targets, split_positions(targets.size(1), num_parts)):
+        raise InputError(
+            f"parallel.sequence={num_parts}: metrics.{unsuitable[0]} is not computed from sums over the positions; "
+            "remove it, or try parallel.shard"
+        )
+    return sums
 
 
 def check_train_metrics(

@@ -27,6 +27,7 @@ from runner.training.float_classes import hint_at_classes
 from runner.training.model.deferred_init import probe
 from runner.training.model.forward_state import restoring_state
 from runner.training.model.submodules import offered, stages_or_blocks
+from runner.training.slice_check import check_slices
 
 _NARROW = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32, torch.uint64)
 # In messages of torch.
@@ -64,6 +65,8 @@ def dry_run(components: Components) -> DryRun:
             pipelines = parallel.splits_parameters and parallel.supported_objectives == "supervised"
             if pipelines and offered(module, "stages"):
                 _check_stages(components, micro_batch.inputs, result.prediction.outputs)
+            if isinstance(objective, Supervised) and parallel.resolved_axes.sequence > 1:
+                check_slices(components, objective, micro_batch, result.prediction)
     except InputError:
         raise
     except Exception as error:  # custom code can raise anything
@@ -251,7 +254,7 @@ def _settle(components: Components, objective: Supervised, micro_batch: MicroBat
         )
     outputs, targets = probe(components.module, call_model, micro_batch.inputs), micro_batch.targets
     with as_input_error():
-        objective.settle(outputs, targets, ragged=hasattr(components.samples.source, "collate"))
+        objective.settle(outputs, targets, ragged=components.is_ragged)
     function = objective.function
     if isinstance(function, nn.NLLLoss) and targets.dim() == 1 and not are_log_probabilities(outputs):
         raise InputError("loss=nll needs a model that ends in log_softmax; try loss=cross_entropy")

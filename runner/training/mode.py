@@ -27,10 +27,14 @@ from runner.training.refusal import Refusal
 
 @dataclass(frozen=True)
 class Axes:
-    """The mesh of a mode, slowest axis first. Ranks along replicate and shard read different samples."""
+    """The mesh of a mode, slowest axis first. Ranks along replicate and shard read different samples.
+
+    Ranks along sequence read the same samples, and compute different positions of them.
+    """
 
     replicate: int = 1
     shard: int = 1
+    sequence: int = 1
     stage: int = 1
     tensor: int = 1
     servers: int = 0  # number of servers: the lowest ranks, which are outside the mesh and read no samples
@@ -38,11 +42,16 @@ class Axes:
 
     @property
     def size(self) -> int:
-        return self.replicate * self.shard * self.stage * self.tensor + self.servers
+        return self.data_ranks * self.ranks_per_sample + self.servers
 
     @property
     def data_ranks(self) -> int:
         return self.replicate * self.shard
+
+    @property
+    def ranks_per_sample(self) -> int:
+        """The number of ranks that read the same samples."""
+        return self.sequence * self.stage * self.tensor
 
     def counts(self, rank: int) -> bool:
         """Return True on the first rank of each group of ranks that compute the same outputs of the same samples."""
@@ -50,11 +59,11 @@ class Axes:
 
     def reads_first(self, rank: int) -> bool:
         """Return True on the first of the ranks that read the same samples."""
-        return rank >= self.servers and (rank - self.servers) % (self.stage * self.tensor) == 0
+        return rank >= self.servers and (rank - self.servers) % self.ranks_per_sample == 0
 
     def data_rank(self, rank: int) -> int | None:
         """Return the number of the rank's data rank, below `data_ranks`; None for a server."""
-        return None if rank < self.servers else (rank - self.servers) // (self.stage * self.tensor)
+        return None if rank < self.servers else (rank - self.servers) // self.ranks_per_sample
 
 
 @dataclass(frozen=True)

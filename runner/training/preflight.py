@@ -18,6 +18,7 @@ from runner.training.model.forward_calls import find_divided
 from runner.training.model.forward_state import restoring_all
 from runner.training.model.submodules import mark_as_divided
 from runner.training.sample_comparison import compare_samples
+from runner.training.slice_check import check_draws
 from runner.training.state_check import StateOfForward, find_state
 
 
@@ -78,6 +79,8 @@ def run_dry(components: Components, recomputes: bool, compiles: bool, trains: bo
         if trains and not (found.state.parameters and components.model.deferred):
             found.needs_two = check_training(components)
         found.warnings, found.replaced = observe_draws(components, compiles, found.draws)
+        if components.parallel.resolved_axes.sequence > 1:
+            check_draws(components, found.draws, found.warnings, found.forward.prediction.outputs.size(1))
         found.warnings += compare_samples(components, found.draws)
         found.warnings += warn_of_uncalled(components.module, called)
         if found.forward.class_hint:

@@ -92,14 +92,14 @@ WHOLE = [Case("pipeline", 2), Case("pipeline", 4), Case("tp", 2), Case("mesh", 4
 CELLS = [(name, case, kind_of(name)) for name in CONFIGS for case in PADDED]
 CELLS = [cell for cell in CELLS if cell[1].mode != "tp" or "Llama" in cell[0] or "Qwen" in cell[0]]
 CELLS += [(name, case, "full") for name in ("LlamaForCausalLM", "Qwen2ForCausalLM") for case in WHOLE]
+SEQUENCES = [Case("mesh", 2 * n, mesh(f"shard={n} sequence=2")[1][1:]) for n in (1, 2)]
+CELLS += [("LlamaForCausalLM", case, "full") for case in SEQUENCES]
+DEFAULT = (Case("ddp", 2), Case("pipeline", 2), SEQUENCES[0])
 
 
 @pytest.mark.parametrize(
     ("name", "case", "kind"),
-    [
-        pytest.param(*cell, marks=() if cell[1] in (Case("ddp", 2), Case("pipeline", 2)) else pytest.mark.thorough)
-        for cell in CELLS
-    ],
+    [pytest.param(*cell, marks=() if cell[1] in DEFAULT else pytest.mark.thorough) for cell in CELLS],
     ids=str,
 )
 def test_a_model_of_transformers_equals_a_plain_loop(name: str, case: Case, kind: str, tmp_path: Path) -> None:

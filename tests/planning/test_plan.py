@@ -106,7 +106,14 @@ def test_the_average_over_three_steps_is_not_rounded_to_float32(tmp_path: Path) 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "mesh", [("fsdp", "replicate=2"), ("mesh", "shard=2", "tensor=2"), ("mesh", "shard=2", "stage=2")]
+    "mesh",
+    [
+        ("fsdp", "replicate=2"),
+        ("mesh", "shard=2", "tensor=2"),
+        ("mesh", "shard=2", "stage=2"),
+        ("mesh", "shard=2", "sequence=2"),
+        ("mesh", "shard=1", "replicate=2", "sequence=2"),
+    ],
 )
 def test_meshes_exchange_what_real_ranks_exchange(mesh: tuple[str, ...], tmp_path: Path) -> None:
     for clipping in ((), ("clip_grad_norm=1",)):

@@ -50,9 +50,8 @@ ONCE = [case for case in PLAIN if case.world_size == (1 if case.mode in ("none",
 def mesh(axes: str) -> tuple[int, tuple[str, ...]]:
     """Return the number of ranks of a mesh, such as "shard=2 tensor=2", and its overrides."""
     options = dict(option.split("=") for option in axes.split())
-    sizes = [
-        int(options[axis]) for axis in ("replicate", "shard", "stage", "tensor") if options.get(axis, "").isdigit()
-    ]
+    axes_of_ranks = ("replicate", "shard", "sequence", "stage", "tensor")
+    sizes = [int(options[axis]) for axis in axes_of_ranks if options.get(axis, "").isdigit()]
     return math.prod(sizes), ("parallel=mesh", *(f"parallel.{key}={value}" for key, value in options.items()))
 
 

@@ -37,6 +37,7 @@ class Draws:
         recomputes: True if the model itself calls torch.utils.checkpoint around a draw.
         for_gradients: True if hooks of gradients draw.
         shard: The index of this rank's part and the number of parts, while a forward computes sharded features.
+        positions: The positions of each sample, (N, T, ...), that this rank computes; None if it computes all of them.
     """
 
     device: torch.device = field(default_factory=functools.partial(torch.device, "cpu"))
@@ -49,6 +50,7 @@ class Draws:
     recomputes: bool = False
     for_gradients: bool = False
     shard: tuple[int, int] | None = None
+    positions: range | None = None
     key: int = 0
     _part: int = 0
     _stage: int = 0
@@ -171,12 +173,17 @@ class Following(DrawMode):
     def _start(self, name: str, of_one: tuple[int, ...], dim: int) -> tuple[int, ...]:
         """Return the first index along each dim of the part of a sample that this rank draws; () if it draws all.
 
+        A tensor (N, T, ...) with as many positions as this rank computes has only those.
+
         Between sharded layers, the features (the last dim) or the heads of attention are split. Heads are the third
         last dim; in a shape such as (N * heads, L, L) it contains the samples, too. Other tensors there, such as
         residual ones, are whole. The dry run has drawn whole tensors: the dim that was larger by the number of parts is
         split. If other sizes also differ from the dry run, because samples have different lengths, the most equal sizes
         decide.
         """
+        local = self._draws.positions
+        if local is not None and len(of_one) == 3 and of_one[1] == len(local):
+            return (0, local.start, 0)
         if (shard := self._draws.shard) is None:
             return ()
         drawn = {

@@ -103,6 +103,23 @@ class MetricSums:
         """The names of each metric's values: its own name, or NAME/KEY for each of several values."""
         return {name: metric.names for name, metric in self._tried.items()}
 
+    @torch.no_grad()
+    def not_of_parts(self, outputs: Any, targets: Any, parts: Sequence[range]) -> list[str]:
+        """Return the metrics that keep rows, or whose sums are not those of parts of the positions, dim 1, together."""
+        ends = [slice(part.start, part.stop) for part in parts]
+
+        def differ(whole: torch.Tensor | Rows, *of_parts: Any) -> bool:
+            if isinstance(whole, Rows):
+                return True
+            return not torch.allclose(sum(each.double() for each in of_parts), whole.double(), rtol=1e-3, atol=1e-6)
+
+        found = []
+        for name, metric in self._tried.items():
+            of_parts = [metric.update(outputs[:, end], targets[:, end]) for end in ends]
+            if any(map(differ, metric.update(outputs, targets), *of_parts)):
+                found.append(name)
+        return found
+
     def reset(self, device: torch.device) -> None:
         """Set the sums to zero, on the device."""
         layouts = [layout for metric in self._tried.values() for layout in metric.layouts]

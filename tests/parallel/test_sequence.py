@@ -1,0 +1,145 @@
+"""parallel.sequence: ranks that compute different positions of the same samples give the numbers of one process."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mode_cases import mesh
+from parity import assert_equal
+from test_mesh import DROPOUT, GPT, OFTEN
+from torch import nn
+from worlds import Run, build_experiment, run
+
+import models.gpt
+from runner.errors import InputError
+from runner.parallel.mesh import Mesh
+from runner.training.mode import Axes
+from runner.training.model.positions import LocalAttention
+
+# The ranks have different numbers of positions, and targets are ignored in most of the last ones.
+LONG = ("data.sample_shape=[11]", "max_steps=5")
+GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
+SPLIT = ("micro_batches=2", "activation_checkpointing=full")
+
+
+@pytest.mark.parametrize(
+    ("axes", "experiment"),
+    [
+        ("shard=1 sequence=2", (*DROPOUT, *LONG, *SPLIT)),
+        ("shard=2 sequence=2", (*DROPOUT, *LONG, *SPLIT)),
+        pytest.param("shard=1 sequence=4", (*DROPOUT, *LONG), marks=pytest.mark.thorough),
+        pytest.param("shard=1 sequence=2", (*GPT, *LONG, "model.tied=false"), marks=pytest.mark.thorough),
+        pytest.param("shard=1 sequence=2 replicate=2", (*GPT, *OFTEN, *LONG), marks=pytest.mark.thorough),
+        pytest.param("shard=2 sequence=2 replicate=2", (*GPT, *OFTEN, *LONG), marks=pytest.mark.soak),
+    ],
+)
+def test_parts_of_sequences_equal_one_process(
+    axes: str, experiment: tuple[str, ...], one_process: Callable[..., Run], tmp_path: Path
+) -> None:
+    size, overrides = mesh(axes)
+    assert_equal(run(tmp_path, size, *experiment, *overrides), one_process(*experiment))
+
+
+def test_a_checkpoint_moves_to_other_meshes(one_process: Callable[..., Run], tmp_path: Path) -> None:
+    overrides = (*DROPOUT, *LONG, "optimizer=adamw", "optimizer.eps=0.01")
+    made = run(tmp_path, 4, *overrides, *mesh("shard=2 sequence=2")[1], "max_steps=2")
+    run(tmp_path, 1, f"resume={made.path}", "parallel=none", "max_steps=3")
+    run(tmp_path, 2, f"resume={made.path}", *mesh("shard=1 sequence=2")[1], "max_steps=5")
+    assert_equal(made, one_process(*overrides))
+
+
+def test_the_ranks_of_a_sample_are_neighbors() -> None:
+    axes = Mesh(replicate=2, sequence=2).axes(8)
+    assert axes == Axes(replicate=2, shard=2, sequence=2)
+    assert [axes.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [axes.reads_first(rank) for rank in range(3)] == [True, False, True]
+    assert all(axes.counts(rank) for rank in range(8))  # each has the outputs of other positions
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("parallel.stage=2",), "parallel.sequence=2 cannot be combined with parallel.stage=2"),
+        (("compile=true",), "compile=true has no effect with parallel.sequence=2, which calls stages()"),
+        (("model=unet", "data=shapes"), "parallel.sequence=2 needs a model that offers its stages(); try model=gpt"),
+        (("model=transformer", "data=digits"), "outputs and targets must have one value or row per position"),
+        ((*GPT, "data.sample_shape=[3]"), "parallel.sequence=2 needs samples of at least 4 positions, not 3"),
+        (
+            (*GPT, "model._target_=test_sequence.Centered"),
+            "the stages() of model=gpt return other values",
+        ),
+        ((*GPT, "model._target_=test_sequence.Dropping"), "feature_dropout draws [1, 8, 1] numbers of a sample, which"),
+        ((*GPT, "+metrics.sentences._target_=test_sequence.Sentences"), "metrics.sentences is not computed from sums"),
+        ((*GPT, "loss._target_=test_sequence.LossOfSamples"), "parallel.sequence=2 needs a loss that is a mean over"),
+    ],
+)
+def test_unsupported_experiments_are_refused(options: tuple[str, ...], message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        build_experiment(*options, *mesh("shard=1 sequence=2")[1], world_size=2 if "stage" not in options[0] else 4)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [2, 4])
+def test_the_last_positions_attend_to_all_keys(heads: int, dtype: torch.dtype, device: str) -> None:
+    """With two heads of keys and values, pairs of heads of queries share them."""
+    whole = [torch.randn(3, n, 64, 32, device=device, dtype=dtype, requires_grad=True) for n in (4, heads, heads)]
+    options = {"is_causal": True, "enable_gqa": heads == 2}
+    expected = F.scaled_dot_product_attention(*whole, **options)[..., 40:, :]
+    with (attention := LocalAttention(lambda local: torch.cat(whole[1:], -1))):
+        attention.positions = range(40, 64)
+        found = F.scaled_dot_product_attention(*(tensor[..., 40:, :] for tensor in whole), **options)
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(found, expected, **tolerance)
+    gradients = [torch.autograd.grad(output.square().sum(), whole) for output in (found, expected)]
+    torch.testing.assert_close(*gradients, **tolerance)
+
+
+class Centered(models.gpt.GPT):
+    """A model whose head subtracts the mean over all positions."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.norm = Difference()
+
+
+class Difference(nn.Module):
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return features - features.mean(1, keepdim=True)
+
+
+class Dropping(models.gpt.GPT):
+    """A model that drops whole features of a sample."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.blocks[0].dropout = Channels()
+
+
+class Channels(nn.Module):
+    def forward(self, features: torch.Tensor) -> torch.Tensor:  # (N, T, dim)
+        return F.dropout1d(features.transpose(1, 2), 0.2, self.training).transpose(1, 2)
+
+
+class Sentences:
+    """The fraction of sentences whose tokens are all predicted."""
+
+    higher_is_better = True
+
+    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        hits = (outputs.argmax(-1) == targets).all(1)
+        return torch.stack([hits.sum(), hits.new_tensor(len(hits), dtype=torch.int64)])
+
+    def compute(self, sums: torch.Tensor) -> torch.Tensor:
+        return sums[0] / sums[1]
+
+
+class LossOfSamples(nn.Module):
+    """A mean over samples of the square of their mean."""
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return outputs.mean((1, 2)).square().mean()
