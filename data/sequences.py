@@ -79,7 +79,7 @@ class Sequences(Dataset[tuple[dict[str, Tensor], Tensor]]):
             check_vocabulary(num_outputs, opened)
         check_tokenizer(f"tokenizer={tokenizer}", opened, form, max_tokens)
         # The mask and the targets exclude padding, so any token would do, except for a decoder with a classification
-        # head: it finds the last token of a text by pad_token_id of its configuration.
+        # head: it finds the last token of a text by pad_token_id of its configuration. models.hf fills in that token.
         self.padding = opened.pad_token_id or 0
         records = read_records(paths[split])
         if kind == "auto" and not has_classes:
