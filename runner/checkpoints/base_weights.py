@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from runner.checkpoints.layout import MANIFEST
+from runner.checkpoints.layout import BASE, MANIFEST
 from runner.checkpoints.saved_state import MODEL, LocalState, SavedState, without_extra_state
 from runner.checkpoints.shard_file import SavedTensor
-from runner.checkpoints.weights_file import open_weights
+from runner.checkpoints.weights_file import open_weights, weights_in
 from runner.distributed.world import World
-
-FACT = "base"  # the key of a checkpoint's facts
 
 
 @dataclass(frozen=True)
@@ -39,49 +37,58 @@ class BaseWeights:
     @classmethod
     def of_checkpoint(cls, saved: SavedState) -> "BaseWeights | None":
         """Return what a checkpoint leaves out; None if it is complete."""
-        return cls(**fact) if (fact := saved.facts.get(FACT)) else None
+        return cls(**fact) if (fact := saved.facts.get(BASE)) else None
 
     def remove_from(self, state: LocalState) -> LocalState:
         """Return the state of a run without these weights, also those of the replicas of parallel=local_sgd."""
         left_out = {MODEL + name for name in self.names}
         chunks = {key: chunk for key, chunk in state.chunks.items() if key[max(key.find(MODEL), 0) :] not in left_out}
-        return replace(state, chunks=chunks, facts={**state.facts, FACT: asdict(self)})
+        return replace(state, chunks=chunks, facts={**state.facts, BASE: asdict(self)})
 
-    def check(self) -> None:
-        """Raise ValueError unless the file is the one with which the run has started."""
+    def find(self, copy: str | None) -> str:
+        """Return the path of the file, or of its copy if the file no longer exists.
+
+        Raise ValueError unless the content is the one with which the run has started.
+        """
         path, problem = Path(self.path), ""
+        if copy is not None and not path.exists() and Path(copy).exists():
+            path = (weights_in(Path(copy)) or Path(copy)).absolute()
         try:
             if _hash(path) != self.sha256:
-                problem = "has changed since the run has started"
+                problem = "is not the file with which the run has started"
         except FileNotFoundError as error:
             problem = "no longer exists" if error.filename == str(path) else f"lists {error.filename}, which is missing"
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             problem = f"cannot be read ({error})"
         if problem:
+            or_copy = "" if copy is None or path.exists() else ", or add init_from.path=COPY"
             raise ValueError(
-                f"init_from.path={path} {problem}, but the frozen weights are read from this file; restore it"
+                f"init_from.path={path} {problem}, but the frozen weights are read from this file; restore it{or_copy}"
             )
+        return str(path)
 
     def add_to(self, saved: SavedState) -> SavedState:
-        """Return the state with these weights, without a check of their file."""
+        """Return the state with these weights, and with the path of their file, which is not checked."""
         file = open_weights(Path(self.path))
         weights = {MODEL + name: file[source] for name, source in self.names.items()}
-        return replace(saved, tensors={**saved.tensors, **weights})
+        facts = {**saved.facts, BASE: asdict(self)}
+        return replace(saved, tensors={**saved.tensors, **weights}, facts=facts)
 
 
-def complete(saved: SavedState, world: World | None = None) -> SavedState:
+def complete(saved: SavedState, copy: str | None = None, world: World | None = None) -> SavedState:
     """Return a checkpoint with the weights that it leaves out. Raise ValueError if their file is another one now.
 
-    With a world, only rank 0 checks the file, and all ranks must call it.
+    copy: a path as of `init_from.path`, which is read if the file no longer exists. With a world, only rank 0 checks
+    the file, and all ranks must call it.
     """
     base = BaseWeights.of_checkpoint(saved)
     if base is None:
         return saved
     if world is None:
-        base.check()
+        path = base.find(copy)
     else:
-        world.consensus.broadcast(f"base/{saved.path.name}", base.check)
-    return base.add_to(saved)
+        path = world.consensus.broadcast(f"base/{saved.path.name}", lambda: base.find(copy))
+    return replace(base, path=path).add_to(saved)
 
 
 def open_evaluated(path: Path) -> dict[str, SavedTensor]:

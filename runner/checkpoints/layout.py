@@ -20,6 +20,7 @@ MANIFEST, FACTS, PROGRESS = "manifest.json", "state.json", "progress.json"
 LAST, BEST = "last", "best"  # names of checkpoints, and links next to them, for people
 STEP = re.compile(r"step_(\d+)")
 FORMAT = 2
+BASE = "base"  # the key in FACTS of the file with frozen weights that the checkpoint leaves out
 _FILE = re.compile(r"[A-Za-z0-9_]+\.(safetensors|json)")
 _UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError)  # of a damaged JSON file
 
@@ -143,6 +144,14 @@ def read_train_state(path: Path) -> TrainState:
 def read_facts(path: Path) -> dict[str, Any]:
     """Read what a checkpoint stores besides tensors. Raise OSError or ValueError if it cannot be read."""
     return _read_mapping(path / FACTS)
+
+
+def lacks_base(directory: Path) -> bool:
+    """Return True if the newest checkpoint leaves out frozen weights whose file no longer exists."""
+    try:
+        return not Path(read_facts(list_checkpoints(directory)[-1])[BASE]["path"]).exists()
+    except (OSError, ValueError, IndexError, KeyError, TypeError):
+        return False  # also without checkpoints
 
 
 def shard_name(rank: int) -> str:

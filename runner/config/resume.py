@@ -14,7 +14,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.checkpoints.layout import LAST
+from runner.checkpoints.layout import LAST, lacks_base
 from runner.config.custom_dirs import absolute_dirs
 from runner.config.diagnostics.keys import key_of
 from runner.config.pointers import ANY_NAME, check_location, find_directory, pin_checkpoint, pointer_to, quote
@@ -26,6 +26,7 @@ from runner.records.custom_code import find_code
 from runner.records.finding import check_is_record
 from runner.records.ledger import LEDGER, is_sweep, read_ledger, read_sweep
 from runner.records.logged_numbers import check_comparable
+from runner.records.run_directory import CHECKPOINTS
 from runner.records.run_files import read_string_list
 from runner.records.run_record import find_run
 from runner.records.settings import CONFIG_DIR, OVERRIDES, split_words
@@ -182,10 +183,16 @@ def _repeat(command: _Command) -> Arguments:
 
 
 def _find_run(command: _Command, key: str) -> Path:
-    """Return the directory of the run that the key names. Raise InputError if `init_from` is set, too."""
+    """Return the directory of the run that the key names. Raise InputError if `init_from` is set, too.
+
+    `init_from.path` may name a copy of the file of frozen weights that the run's checkpoints leave out.
+    """
     path = find_directory(key, command.values)
     for override in command.given:
-        if override.key_or_group.partition(".")[0] == "init_from":
+        if override.key_or_group == "init_from.path" and lacks_base(path / CHECKPOINTS):
+            if not Path(str(override.value())).exists():
+                raise InputError(f"{override.input_line}: no such file or directory")
+        elif override.key_or_group.partition(".")[0] == "init_from":
             named = f"{key}={command.values[key]}"
             raise InputError(
                 f"{override.input_line} has no effect on {named}, which restores the weights of that run; leave it out"

@@ -57,13 +57,15 @@ def load_trained(run: Path, checkpoint: str = LAST, trust: bool = False, code: s
             return adapters.merge(restore_model(model, path, named_model, config.ema.decay is not None).model)
 
 
-def restore_model(model: nn.Module, checkpoint: Path, named: str, is_averaged: bool) -> Trained:
+def restore_model(
+    model: nn.Module, checkpoint: Path, named: str, is_averaged: bool, base: str | None = None
+) -> Trained:
     """Load the weights of a checkpoint into the model, those that the run evaluated.
 
-    named: The model in messages. is_averaged: The run averages the weights. Raises ValueError if the checkpoint is
-    damaged or does not fit the model.
+    named: The model in messages. is_averaged: The run averages the weights. base: A copy of the frozen weights,
+    as in `complete`. Raises ValueError if the checkpoint is damaged or does not fit the model.
     """
-    saved = complete(SavedState.open(checkpoint))
+    saved = complete(SavedState.open(checkpoint), base)
     if is_averaged:  # as task=evaluate
         saved = saved.evaluated()
     # The trained parameters of a loss or an objective are saved with the weights, but are not part of the model.

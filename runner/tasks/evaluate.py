@@ -44,6 +44,7 @@ def restore_run(
     assert config.run is not None
     parallel_model = experiment.parallel.prepare(experiment.recipe, world)
     checkpoints, unaveraged = Path(config.run) / CHECKPOINTS, config.ema.decay is None
-    progress = restore_evaluated(checkpoints, parallel_model, world, config.checkpoint.load, unaveraged)
+    name, base = config.checkpoint.load, config.init_from.path
+    progress = restore_evaluated(checkpoints, parallel_model, world, name, unaveraged, base)
     directory.record.step, directory.record.epoch = progress.step, progress.epoch
     return parallel_model, progress

@@ -105,7 +105,8 @@ def _export(request: Request) -> Path:
             trained, weights = open_trained(config, choices, checkpoint)
     else:
         model = make_trained(config, choices, adapters)
-        trained = restore_model(model, checkpoint, f"model={choices['model']}", config.ema.decay is not None)
+        is_averaged, named = config.ema.decay is not None, f"model={choices['model']}"
+        trained = restore_model(model, checkpoint, named, is_averaged, config.init_from.path)
     try:
         make_directory(path.parent)
     except OSError as error:

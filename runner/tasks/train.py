@@ -75,7 +75,7 @@ class Train(JobTask):
         callbacks = make_all_callbacks(config, experiment, parallel_model, world, directory, console, meter, metric_log)
         state = TrainState(step=0, epoch=0, step_in_epoch=0, batch_size=config.batch_size)
         if list_checkpoints(directory.checkpoints):
-            state = restore(directory.checkpoints, parallel_model, callbacks, world)
+            state = restore(directory.checkpoints, parallel_model, callbacks, world, config.init_from.path)
             log.info("resuming after step %d", state.step)
             steps_per_epoch = experiment.train_loader.sampler.steps_per_epoch
             state = _in_epochs_of(state, config.batch_size, steps_per_epoch, config.resume_force)

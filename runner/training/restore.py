@@ -19,29 +19,42 @@ from runner.training.mode import ParallelModel
 log = logging.getLogger(__name__)
 
 
-def restore(directory: Path, parallel_model: ParallelModel, callbacks: Callbacks, world: World) -> TrainState:
-    """Load this rank's part of the newest intact checkpoint, to continue the run. All ranks must call it."""
-    saved = _open(directory, LAST, world)
+def restore(
+    directory: Path, parallel_model: ParallelModel, callbacks: Callbacks, world: World, base: str | None = None
+) -> TrainState:
+    """Load this rank's part of the newest intact checkpoint, to continue the run. All ranks must call it.
+
+    base: a copy of the frozen weights, as in `complete`.
+    """
+    saved = _open(directory, LAST, world, base)
     parallel_model.load_state(saved)
     callbacks.call("load_state", saved)
     return read_train_state(saved.path)
 
 
 def restore_evaluated(
-    directory: Path, parallel_model: ParallelModel, world: World, name: str = LAST, unaveraged: bool = False
+    directory: Path,
+    parallel_model: ParallelModel,
+    world: World,
+    name: str = LAST,
+    unaveraged: bool = False,
+    base: str | None = None,
 ) -> TrainState:
-    """Load only the weights that the run evaluated, or with `unaveraged` the model's. All ranks must call it."""
-    saved = _open(directory, name, world)
+    """Load only the weights that the run evaluated, or with `unaveraged` the model's. All ranks must call it.
+
+    base: a copy of the frozen weights, as in `complete`.
+    """
+    saved = _open(directory, name, world, base)
     parallel_model.load_weights(saved if unaveraged else saved.evaluated())
     if saved.average():
         log.info("weights: %s", "the model's own, not averaged" if unaveraged else "averaged over the steps (ema)")
     return read_train_state(saved.path)
 
 
-def _open(directory: Path, name: str, world: World) -> SavedState:
+def _open(directory: Path, name: str, world: World, base: str | None) -> SavedState:
     saved = open_on_all_ranks(directory, name, world)
     with as_input_error():
-        return complete(saved, world)
+        return complete(saved, base, world)
 
 
 def copy_model(

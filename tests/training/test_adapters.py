@@ -66,7 +66,7 @@ def test_the_file_of_the_frozen_weights_must_be_the_same(
     path, base = moved
     command = (words[0], f"{words[1]}={path}")
     content = base.read_bytes()
-    for changed, problem in ((None, "no longer exists"), (content[:-8] + b"\1" * 8, "has changed since")):
+    for changed, problem in ((None, "no longer exists"), (content[:-8] + b"\1" * 8, "is not the file with")):
         base.unlink()
         if changed is not None:
             base.write_bytes(changed)
@@ -74,6 +74,38 @@ def test_the_file_of_the_frozen_weights_must_be_the_same(
         assert f"init_from.path={base} {problem}" in capfd.readouterr().err
         base.write_bytes(content)
     assert here(*command) == 0
+
+
+@pytest.mark.parametrize("words", [("task=evaluate", "run"), ("task=export", "run"), ("max_steps=3", "resume")])
+def test_the_file_of_the_frozen_weights_may_move(
+    words: tuple[str, str], moved: tuple[Path, Path], here: Callable[..., int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also into a directory; checkpoints then record the new path."""
+    path, base = moved
+    command = (words[0], f"{words[1]}={path}", "init_from.path=new")
+    assert here(*command) == 2
+    assert "init_from.path=new has no effect on" in capfd.readouterr().err
+    Path("new").mkdir()
+    copy = base.rename(Path("new/model.safetensors").absolute())
+    assert here(*command[:2]) == 2
+    assert (
+        "the frozen weights are read from this file; restore it, or add init_from.path=COPY" in capfd.readouterr().err
+    )
+    assert here(*command[:2], "init_from.path=nowhere") == 2
+    assert "init_from.path=nowhere: no such file or directory" in capfd.readouterr().err
+    assert here(*command) == 0
+    if words[1] == "resume":
+        assert Run(path).saved.facts["base"]["path"] == str(copy)
+        assert here("task=evaluate", f"run={path}") == 0
+        copy.rename("new/moved")
+        shutil.copytree("new", "other")
+    else:
+        Path("other").mkdir()
+        copy.rename("other/model.safetensors")
+    with Path("other/model.safetensors").open("ab") as file:
+        file.write(b"1")
+    assert here(*command[:2], "init_from.path=other") == 2
+    assert "other/model.safetensors is not the file with which the run has started" in capfd.readouterr().err
 
 
 @pytest.mark.thorough
@@ -94,7 +126,7 @@ def test_an_index_names_several_files(
     assert "part-1.safetensors, which is missing, but the frozen weights" in capfd.readouterr().err
     Path("part-1.safetensors").write_bytes(Path("moved").read_bytes()[:-1] + b"1")
     assert here("task=evaluate", f"run={done.path}") == 2
-    assert "has changed since the run has started" in capfd.readouterr().err
+    assert "is not the file with which the run has started" in capfd.readouterr().err
 
 
 def test_weights_of_the_constructor_and_of_checkpoints_are_stored(trained: tuple[Files, Run], tmp_path: Path) -> None:
