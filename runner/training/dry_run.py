@@ -14,7 +14,7 @@ from runner.distributed.sync_batch_norm import CountValues
 from runner.errors import InputError, as_input_error, failed_with, is_out_of_memory
 from runner.input.batch import MicroBatch
 from runner.input.pytree import describe, tensors
-from runner.input.rng import isolated
+from runner.input.rng import isolated, seed_all
 from runner.objectives.losses import CLASSES, ELEMENTWISE, Auto, are_log_probabilities
 from runner.objectives.objective import Objective, Prediction, loss_groups
 from runner.objectives.supervised import Supervised, call_model
@@ -60,6 +60,7 @@ def dry_run(components: Components) -> DryRun:
         with torch.no_grad(), isolated():
             if isinstance(objective, Supervised):
                 hint = _settle(components, objective, micro_batch)
+            seed_all(0)
             result: DryRun = probe(module, _observe, trained, objective, micro_batch)
             parallel = components.parallel
             pipelines = parallel.splits_parameters and parallel.supported_objectives == "supervised"
@@ -83,6 +84,7 @@ def _check_stages(components: Components, inputs: Any, outputs: Any) -> None:
 
     def compose(model: nn.Module) -> Any:
         features = inputs
+        seed_all(0)  # as before forward, because a model may draw in evaluation mode
         for stage in stages_or_blocks(model):
             features = call_model(stage, features)
         return features
