@@ -24,7 +24,7 @@ from runner.training.components import Components
 from runner.training.draws.extremes import Extremes
 from runner.training.draws.following import Draws
 from runner.training.float_classes import hint_at_classes
-from runner.training.model.deferred_init import probe
+from runner.training.model.deferred_init import RefusingMeta, call_with, probe, random_weights
 from runner.training.model.forward_state import restoring_state
 from runner.training.model.submodules import offered, stages_or_blocks
 from runner.training.slice_check import check_slices
@@ -65,7 +65,7 @@ def dry_run(components: Components) -> DryRun:
             parallel = components.parallel
             pipelines = parallel.splits_parameters and parallel.supported_objectives == "supervised"
             if pipelines and offered(module, "stages"):
-                _check_stages(components, micro_batch.inputs, result.prediction.outputs)
+                _check_stages(components, micro_batch.inputs)
             if isinstance(objective, Supervised) and parallel.resolved_axes.sequence > 1:
                 check_slices(components, objective, micro_batch, result.prediction)
     except InputError:
@@ -77,24 +77,27 @@ def dry_run(components: Components) -> DryRun:
     return replace(result, class_hint=hint)
 
 
-def _check_stages(components: Components, inputs: Any, outputs: Any) -> None:
-    """Raise InputError if the composition of the model's stages does not return these outputs for the inputs."""
-    module, choices = components.module, components.choices
+def _check_stages(components: Components, inputs: Any) -> None:
+    """Raise InputError unless the composition of the model's stages is its forward, with random weights."""
+    choices = components.choices
     refused = f"parallel={choices['parallel']}: the composition of the stages() of model={choices['model']}"
 
-    def compose(model: nn.Module) -> Any:
-        features = inputs
-        seed_all(0)  # as before forward, because a model may draw in evaluation mode
-        for stage in stages_or_blocks(model):
-            features = call_model(stage, features)
-        return features
+    def run(model: nn.Module) -> tuple[Any, Any]:
+        with RefusingMeta():
+            seed_all(0)
+            expected = call_model(model, inputs)
+            seed_all(0)  # because a model may draw in evaluation mode
+            composed = inputs
+            for stage in stages_or_blocks(model):
+                composed = call_model(stage, composed)
+        return expected, composed
 
     try:
-        composed = probe(module, compose)
+        expected, composed = call_with(random_weights(components.module), components.module, run)
     except Exception as error:  # custom code can raise anything
         raise InputError(f"{refused} fails for {describe(inputs)}{failed_with(error)}; try parallel=fsdp") from None
-    pairs = zip(tensors(composed), tensors(outputs), strict=True)
-    if describe(composed) == describe(outputs) and all(_is_close(*pair) for pair in pairs):
+    pairs = zip(tensors(composed), tensors(expected), strict=True)
+    if describe(composed) == describe(expected) and all(_is_close(*pair) for pair in pairs):
         return
     raise InputError(f"{refused} is not its forward: it returns other values; change stages(), or try parallel=fsdp")
 

@@ -1,5 +1,7 @@
 """A dry run of a model whose ranks compute different positions of the same samples."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,12 +12,13 @@ from runner.errors import InputError, as_input_error, failed_with
 from runner.input.batch import MicroBatch
 from runner.input.pytree import describe
 from runner.objectives.objective import Prediction
-from runner.objectives.supervised import Supervised
+from runner.objectives.supervised import Supervised, call_model
 from runner.tensor_values import has_values
 from runner.training.components import Components
 from runner.training.draws.following import Draws
-from runner.training.model.deferred_init import probe
-from runner.training.model.positions import of_positions, run_slices, split_positions
+from runner.training.draws.functions import IN_ORDER
+from runner.training.model.deferred_init import RefusingMeta, call_with, random_weights
+from runner.training.model.positions import of_positions, possible_pairs, run_slices, split_positions
 from runner.training.model.submodules import offered
 
 
@@ -40,29 +43,49 @@ def check_slices(components: Components, objective: Supervised, micro_batch: Mic
     total = shapes[0][1]
     with as_input_error():
         slices = split_positions(total, ranks)
-    try:
-        ends = probe(module, _run, micro_batch.inputs, [slices[0], slices[-1]], total)
-    except Exception as error:  # custom code can raise anything
-        raise InputError(f"{mode}: {model} fails for a part of the positions{failed_with(error)}") from None
-    for positions, found in zip((slices[0], slices[-1]), ends, strict=True):
-        expected = outputs[:, positions.start : positions.stop]
-        if differ(found, expected, 1e-4):
-            raise InputError(
-                f"{mode}: the stages() of {model} return other values for a part of the positions; positions may only "
-                "interact by F.scaled_dot_product_attention"
-            )
-    parts = [objective.local_loss(outputs[:, p.start : p.stop], of_positions(micro_batch, p)) for p in slices]
-    loss = whole.losses["loss"]
-    pairs = ((sum(part.sum for part in parts), loss.sum), (sum(part.weight for part in parts), loss.weight))
-    if any(differ(torch.as_tensor(of_parts), torch.as_tensor(of_all), 1e-3) for of_parts, of_all in pairs):
+    _check_model(components, micro_batch.inputs, [slices[0], slices[-1]], total)
+    if any(_is_other_loss(objective, *pair, micro_batch, slices) for pair in possible_pairs(outputs, targets)):
         raise InputError(
             f"{mode} needs a loss that is a mean over the positions, but loss={components.choices['loss']} of all "
             "positions is not that of their parts; define weight_of(targets), which returns the number of positions"
         )
 
 
-def _run(model: nn.Module, inputs: Any, slices: list[range], total: int) -> list[torch.Tensor]:
-    return run_slices([*model.stages()], inputs, slices, total)  # type: ignore[operator]
+def _check_model(components: Components, inputs: Any, slices: Sequence[range], total: int) -> None:
+    """Raise InputError unless the model's stages compute slices of what its forward computes, with random weights."""
+    module = components.module
+    what = f"parallel.sequence={components.parallel.resolved_axes.sequence}: model={components.choices['model']}"
+
+    def run(model: nn.Module) -> list[torch.Tensor]:
+        with RefusingMeta():
+            of_slices = run_slices([*model.stages()], inputs, slices, total)  # type: ignore[operator]
+            return [call_model(model, inputs), *of_slices]
+
+    try:
+        expected, *found = call_with(random_weights(module), module, run)
+    except Exception as error:  # custom code can raise anything
+        raise InputError(f"{what} fails for a part of the positions{failed_with(error)}") from None
+    for positions, part in zip(slices, found, strict=True):
+        if differ(part, expected[:, positions.start : positions.stop], 1e-4):
+            raise InputError(
+                f"{what} computes other values for a part of the positions, which may only interact by "
+                "F.scaled_dot_product_attention; nn.MultiheadAttention and some models of transformers do not call it"
+            )
+
+
+def _is_other_loss(
+    objective: Supervised,
+    outputs: torch.Tensor,
+    targets: torch.Tensor,
+    micro_batch: MicroBatch,
+    slices: Sequence[range],
+) -> bool:
+    """Return True if the sum or the weight of the loss of all positions is not that of the slices together."""
+    micro_batch = replace(micro_batch, data=(micro_batch.inputs, targets))
+    parts = [objective.local_loss(outputs[:, p.start : p.stop], of_positions(micro_batch, p)) for p in slices]
+    loss = objective.local_loss(outputs, micro_batch)
+    pairs = ((sum(part.sum for part in parts), loss.sum), (sum(part.weight for part in parts), loss.weight))
+    return any(differ(torch.as_tensor(of_parts), torch.as_tensor(of_all), 1e-4) for of_parts, of_all in pairs)
 
 
 def differ(found: Any, expected: Any, tolerance: float = 1e-5) -> bool:
@@ -84,7 +107,9 @@ def check_draws(components: Components, draws: Draws, problems: list[str], total
     """
     unlike = [f"{name} draws {[*shape]} numbers for all samples" for name, shape in draws.common if total in shape]
     for name, shape in draws.of_samples:
-        if len(shape) != 3 or shape[1] != total:
+        if name in IN_ORDER:
+            unlike.append(f"{name} draws the numbers of a sample in order")
+        elif len(shape) != 3 or shape[1] != total:
             unlike.append(f"{name} draws {[*shape]} numbers of a sample, which are not rows of its {total} positions")
     if problems or unlike:
         raise InputError(

@@ -14,7 +14,9 @@ from mode_cases import Case, mesh
 from parity import COMMON, assert_equal, losses_of_a_plain_loop
 from runner.shipped.models.hf import create
 from torch.utils.data import Dataset
-from worlds import run
+from worlds import build_experiment, run
+
+from runner.errors import InputError
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers: Any = pytest.importorskip("transformers", reason="needs the extra hf")
@@ -199,6 +201,19 @@ def test_a_missing_config_is_refused(here: Callable[..., int], capfd: pytest.Cap
     assert here("model=hf", "data=text") == 2
     errors = capfd.readouterr().err
     assert "model.config" in errors and len(errors.splitlines()) <= 3, errors
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "options"),
+    [("Gemma2ForCausalLM", "Gemma2Config", ()), ("LlamaForCausalLM", "LlamaConfig", ("attn_implementation:eager",))],
+)
+def test_attention_by_other_functions_cannot_be_split(
+    name: str, kind: str, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    getattr(transformers, kind)(**LLAMA, architectures=[name]).save_pretrained(tmp_path)
+    words = [f"model.options={{{option}}}" for option in options]
+    with pytest.raises(InputError, match="model=hf computes other values for a part of the positions"):
+        build_experiment(*overrides(tmp_path, "full"), *words, *mesh("shard=2 sequence=2")[1], world_size=4)
 
 
 def test_a_pipeline_refuses_masks_and_scaled_embeddings(

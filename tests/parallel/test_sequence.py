@@ -15,6 +15,7 @@ from torch import nn
 from worlds import Run, build_experiment, run
 
 import models.gpt
+from models.blocks import Block
 from runner.errors import InputError
 from runner.parallel.mesh import Mesh
 from runner.training.mode import Axes
@@ -70,9 +71,12 @@ def test_the_ranks_of_a_sample_are_neighbors() -> None:
         ((*GPT, "data.sample_shape=[3]"), "parallel.sequence=2 needs samples of at least 4 positions, not 3"),
         (
             (*GPT, "model._target_=test_sequence.Centered"),
-            "the stages() of model=gpt return other values",
+            "model=gpt computes other values for a part of the positions",
         ),
         ((*GPT, "model._target_=test_sequence.Dropping"), "feature_dropout draws [1, 8, 1] numbers of a sample, which"),
+        ((*GPT, "model._target_=test_sequence.Random"), "poisson draws the numbers of a sample in order"),
+        ((*GPT, "+metrics.all_right._target_=test_sequence.AllRight"), "metrics.all_right is not computed from sums"),
+        ((*GPT, "loss._target_=test_sequence.SquaredLoss"), "parallel.sequence=2 needs a loss that is a mean over"),
         ((*GPT, "+metrics.sentences._target_=test_sequence.Sentences"), "metrics.sentences is not computed from sums"),
         ((*GPT, "loss._target_=test_sequence.LossOfSamples"), "parallel.sequence=2 needs a loss that is a mean over"),
     ],
@@ -80,6 +84,28 @@ def test_the_ranks_of_a_sample_are_neighbors() -> None:
 def test_unsupported_experiments_are_refused(options: tuple[str, ...], message: str) -> None:
     with pytest.raises(InputError, match=re.escape(message)):
         build_experiment(*options, *mesh("shard=1 sequence=2")[1], world_size=2 if "stage" not in options[0] else 4)
+
+
+@pytest.mark.parametrize("axes", ["shard=1 sequence=2", "shard=2 sequence=2"])
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("Local", "computes other values for a part of the positions"),
+        ("Rotary", "computes other values for a part of the positions"),
+        ("Encoder", "computes other values for a part of the positions"),
+        ("Prefix", "parallel.sequence does not support attention of 6 queries to 8 keys in a part of 6 positions"),
+    ],
+)
+def test_models_that_mix_positions_otherwise_are_refused(axes: str, model: str, message: str) -> None:
+    """With shard, the model is on the meta device; initial weights may hide other positions, as in `Local`."""
+    size, overrides = mesh(axes)
+    with pytest.raises(InputError, match=re.escape(message)):
+        build_experiment(*GPT, f"model._target_=test_sequence.{model}", *overrides, world_size=size)
+
+
+def test_a_stage_that_is_recomputed_gets_its_first_position(one_process: Callable[..., Run], tmp_path: Path) -> None:
+    overrides = (*GPT, *LONG, *SPLIT, "model._target_=test_sequence.RotaryStages")
+    assert_equal(run(tmp_path, 2, *overrides, *mesh("shard=1 sequence=2")[1]), one_process(*overrides))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
@@ -143,3 +169,140 @@ class LossOfSamples(nn.Module):
 
     def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return outputs.mean((1, 2)).square().mean()
+
+
+class SquaredLoss(nn.Module):
+    """The square of a mean over the positions, which is equal for all of them before training."""
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(outputs.movedim(-1, 1), targets, reduction="none").mean(1).square().mean()
+
+    def weight_of(self, targets: torch.Tensor) -> int:
+        return targets.numel()
+
+
+class AllRight(Sentences):
+    """The sentences whose tokens are all predicted, per token."""
+
+    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        hits = (outputs.argmax(-1) == targets).all(1)
+        return torch.stack([hits.sum(), hits.new_tensor(targets.numel(), dtype=torch.int64)])
+
+
+class WithAttention(models.gpt.GPT):
+    """A model with another attention."""
+
+    attention: type[nn.Module]
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        for block in self.blocks:
+            block.attention = self.attention(block.attention)
+
+
+class Projected(nn.Module):
+    """The layers of an attention of gpt."""
+
+    def __init__(self, attention: Any) -> None:
+        super().__init__()
+        self.head_dim, self.proj = attention.head_dim, attention.proj
+        self.query, self.key, self.value = attention.query, attention.key, attention.value
+
+    def heads(self, features: torch.Tensor) -> list[torch.Tensor]:
+        layers = (self.query, self.key, self.value)
+        return [layer(features).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer in layers]
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return self.proj(self.attend(*self.heads(features)).transpose(1, 2).flatten(2))
+
+
+class MatrixAttention(Projected):
+    """Attention by matrix products, whose last layer is zero."""
+
+    def __init__(self, attention: Any) -> None:
+        super().__init__(attention)
+        nn.init.zeros_(self.proj.weight)
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        later = torch.ones(key.size(-2), key.size(-2), dtype=torch.bool, device=key.device).triu(1)
+        return (query @ key.mT).masked_fill(later, -torch.inf).softmax(-1) @ value
+
+
+class RotaryAttention(Projected):
+    first_position = 0
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(self.first_position, self.first_position + key.size(-2), device=key.device)
+        angles = positions[:, None].to(key.dtype) * torch.ones(self.head_dim // 2, dtype=key.dtype, device=key.device)
+
+        def rotate(features: torch.Tensor) -> torch.Tensor:
+            one, other = features.chunk(2, -1)
+            cos, sin = angles.cos(), angles.sin()
+            return torch.cat([one * cos - other * sin, one * sin + other * cos], -1)
+
+        return F.scaled_dot_product_attention(rotate(query), rotate(key), value, is_causal=True)
+
+
+class PrefixAttention(Projected):
+    """Attention to two more keys."""
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(query, F.pad(key, (0, 0, 2, 0)), F.pad(value, (0, 0, 2, 0)))
+
+
+class OfTorch(nn.Module):
+    """nn.MultiheadAttention, inside of which torch hides the attention from function modes."""
+
+    def __init__(self, attention: Any) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(attention.proj.out_features, 2, batch_first=True)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return self.attention(features, features, features, need_weights=False)[0]
+
+
+class Local(WithAttention):
+    attention = MatrixAttention
+
+
+class Rotary(WithAttention):
+    attention = RotaryAttention
+
+
+class Prefix(WithAttention):
+    attention = PrefixAttention
+
+
+class Encoder(WithAttention):
+    attention = OfTorch
+
+
+class RotaryStages(Rotary):
+    """The rotary positions of a stage begin at its first position."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        for block in self.blocks:
+            block.__class__ = RotaryBlock
+
+
+class RotaryBlock(Block):
+    def forward(self, features: torch.Tensor, first_position: int = 0) -> torch.Tensor:
+        self.attention.first_position = first_position
+        try:
+            return super().forward(features)
+        finally:
+            self.attention.first_position = 0
+
+
+class Random(models.gpt.GPT):
+    """A model that draws from a Poisson distribution."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.blocks[0].dropout = Poisson()
+
+
+class Poisson(nn.Module):
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return features + torch.poisson(torch.ones_like(features)) if self.training else features

@@ -227,6 +227,8 @@ def _draw_each(mode: DrawMode, func: Any, args: Any, kwargs: Any) -> Any:
     return torch.cat(parts, dim)
 
 
+# Functions for which torch's generator draws the numbers of a sample one after the other.
+IN_ORDER = ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "randperm")
 _BY_NAMES: dict[str, Callable[[DrawMode, Any, Any, Any], Any]] = {
     "dropout dropout_ feature_dropout feature_dropout_ alpha_dropout alpha_dropout_ feature_alpha_dropout": _drop,
     "feature_alpha_dropout_": _drop,
@@ -235,7 +237,7 @@ _BY_NAMES: dict[str, Callable[[DrawMode, Any, Any, Any], Any]] = {
     " ".join(FILLS): _fill,
     "bernoulli normal": _sample,
     "multinomial": _choose,
-    "poisson binomial _standard_gamma _sample_dirichlet randperm": _draw_each,
+    " ".join(IN_ORDER): _draw_each,
 }
 REPLACEMENTS = {F.scaled_dot_product_attention: _attend} | {
     getattr(owner, name): replacement

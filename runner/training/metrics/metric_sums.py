@@ -12,6 +12,7 @@ from runner.distributed.world import World
 from runner.errors import InputError, failed_with, raised_by
 from runner.input.pytree import describe
 from runner.training.metrics.contract import Metric, Rows
+from runner.training.model.positions import possible_pairs
 
 DTYPES = (  # of sums and rows, which other ranks receive as an index of this list
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -113,12 +114,13 @@ class MetricSums:
                 return True
             return not torch.allclose(sum(each.double() for each in of_parts), whole.double(), rtol=1e-3, atol=1e-6)
 
-        found = []
-        for name, metric in self._tried.items():
-            of_parts = [metric.update(outputs[:, end], targets[:, end]) for end in ends]
-            if any(map(differ, metric.update(outputs, targets), *of_parts)):
-                found.append(name)
-        return found
+        found: dict[str, None] = {}
+        for possible, compared in possible_pairs(outputs, targets):
+            for name, metric in self._tried.items():
+                of_parts = [metric.update(possible[:, end], compared[:, end]) for end in ends]
+                if any(map(differ, metric.update(possible, compared), *of_parts)):
+                    found[name] = None
+        return [*found]
 
     def reset(self, device: torch.device) -> None:
         """Set the sums to zero, on the device."""

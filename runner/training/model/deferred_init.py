@@ -1,7 +1,8 @@
 """Deferred initialization: a model is built on the meta device, and each submodule is initialized later."""
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -297,10 +298,32 @@ def _placeholder(parameter: nn.Parameter, where: torch.device, generator: torch.
     Neighbors along all dims differ, as trained weights do: a layer of equal weights would hide which features belong to
     which sample.
     """
-    strides = [2 * number + 1 for number in reversed(range(parameter.dim()))]
-    length = 1 + sum(max(0, size - 1) * stride for size, stride in zip(parameter.shape, strides, strict=True))
+    length, strides = _overlapping(parameter.shape)
     numbers = torch.rand(length, generator=generator).add(0.5).mul(PLACEHOLDER).to(where, parameter.dtype)
     return numbers.as_strided(parameter.shape, strides).requires_grad_(parameter.requires_grad)
+
+
+def _overlapping(shape: Sequence[int]) -> tuple[int, list[int]]:
+    """Return the size and the strides of a tensor of this shape whose elements share memory."""
+    strides = [2 * number + 1 for number in reversed(range(len(shape)))]
+    return 1 + sum(max(0, size - 1) * stride for size, stride in zip(shape, strides, strict=True)), strides
+
+
+def random_weights(module: nn.Module) -> dict[Tensor, Tensor]:
+    """Return replacements of the module's tensors on the CPU, with which each output depends strongly on its inputs.
+
+    Initial weights may be zero or so small that attention to other positions changes nothing, and so may placeholders.
+    Matrices have both signs and keep the size of their inputs; other parameters are near 1. They take little memory.
+    """
+    generator = torch.Generator().manual_seed(0)
+    new = placeholders(module, torch.device("cpu"))
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            length, strides = _overlapping(parameter.shape)
+            numbers = torch.randn(length, generator=generator)
+            numbers = numbers * 2 / math.sqrt(parameter.shape[-1]) if parameter.dim() > 1 else 1 + 0.3 * numbers
+            new[parameter] = numbers.to(parameter.dtype).as_strided(parameter.shape, strides)
+    return new
 
 
 def call_with(new: Mapping[Any, Tensor], module: nn.Module, function: Callable[..., Any], *args: Any) -> Any:

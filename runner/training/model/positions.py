@@ -43,7 +43,7 @@ class LocalAttention(TorchFunctionMode):
         gather: Returns keys and values of all positions, (N, H, T, D), given those of the local positions.
 
     Attributes:
-        positions: The local positions. If it is None, or if keys have another length, attention is not changed.
+        positions: The local positions. If it is None, attention is not changed.
     """
 
     def __init__(self, gather: Callable[[Tensor], Tensor]):
@@ -68,8 +68,13 @@ class LocalAttention(TorchFunctionMode):
         **options: Any,
     ) -> Tensor:  # (N, H, L, D) each -> (N, H, L, D)
         local = self.positions
-        if local is None or key.size(-2) != len(local):
+        if local is None:
             return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        if not len(local) == query.size(-2) == key.size(-2):
+            raise ValueError(
+                f"parallel.sequence does not support attention of {query.size(-2)} queries to {key.size(-2)} keys in a "
+                f"part of {len(local)} positions"
+            )
         if attn_mask is not None:
             raise ValueError("parallel.sequence does not support a mask of attention, such as of padded positions")
         both = self._gather(torch.cat([key, value], -1))  # one collective
@@ -91,6 +96,28 @@ class LocalAttention(TorchFunctionMode):
         return self._mask
 
 
+def possible_pairs(outputs: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return outputs and targets with which a function that is no sum over the positions differs for their parts.
+
+    The outputs are those of the model, whose positions may be almost equal before training, random ones, and for
+    targets that are classes those of a model that is right except for the first position, with no target ignored. The
+    fake tensors of a plan have no values.
+    """
+    if not has_values(outputs) or not outputs.is_floating_point():
+        return [(outputs, targets)]
+    generator = torch.Generator().manual_seed(0)
+    are_probabilities = bool(((outputs >= 0) & (outputs <= 1)).all())
+    draw = torch.rand if are_probabilities else torch.randn
+    pairs = [(outputs, targets), (draw(outputs.shape, generator=generator, dtype=outputs.dtype), targets)]
+    if outputs.dim() == targets.dim() + 1 and not targets.is_floating_point():
+        num_classes = outputs.size(-1)
+        classes = targets.clamp(0, num_classes - 1)
+        predicted = classes.long()
+        predicted[:, 0] = (predicted[:, 0] + 1) % num_classes
+        pairs.append((F.one_hot(predicted, num_classes).to(outputs.dtype), classes))
+    return pairs
+
+
 def run_stages(stages: Sequence[nn.Module], inputs: Any, attention: LocalAttention, positions: range) -> Tensor:
     """Return the outputs of the positions, (N, L, ...). The first stage computes all positions.
 
@@ -101,9 +128,15 @@ def run_stages(stages: Sequence[nn.Module], inputs: Any, attention: LocalAttenti
     features: Tensor = call_model(first, inputs)[:, positions.start : positions.stop]  # (N, T, ...) -> (N, L, ...)
     attention.positions = positions
     for stage in others:
-        has_positions = "first_position" in inspect.signature(stage.forward).parameters
-        features = stage(features, **({"first_position": positions.start} if has_positions else {}))
+        options = {"first_position": positions.start} if _accepts_first_position(stage) else {}
+        features = stage(features, **options)
     return features
+
+
+def _accepts_first_position(stage: nn.Module) -> bool:
+    """Return True if the stage's forward names this keyword; that of a subclass may pass all arguments on."""
+    forwards = [vars(kind)["forward"] for kind in type(stage).__mro__ if "forward" in vars(kind)]
+    return any("first_position" in inspect.signature(forward).parameters for forward in forwards)
 
 
 def run_slices(stages: Sequence[nn.Module], inputs: Any, slices: Sequence[range], total: int) -> list[Tensor]:
