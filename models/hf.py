@@ -201,6 +201,8 @@ class Head(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.norm, self.lm_head = model.base_model.norm, model.lm_head
+        if hasattr(model.base_model, "rotary_emb"):  # the forward calls it, although no layer follows
+            self.rotary_emb = model.base_model.rotary_emb
         without_layers = copy.copy(model)
         decoder = _reduce(model.base_model, None, self.norm)
         without_layers._modules = {**model._modules, model.base_model_prefix: decoder}

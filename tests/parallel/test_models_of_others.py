@@ -33,7 +33,7 @@ class Constants(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         first, (second, _) = self.shifts["all"]
-        taught = self.teacher[0](inputs.float()).detach()
+        taught = self.teacher[0](inputs.float()).detach().round(decimals=4)  # float32, which depends on the batch size
         return self.layers(inputs * self.scale + first + second + taught) / self.norm
 
 

@@ -156,7 +156,7 @@ class Reporting(nn.Linear):
     def __init__(self, reads: bool):
         super().__init__(2, 2)
         Reporting.calls += 1
-        logging.getLogger("transformers").warning("call %d", Reporting.calls)
+        logging.getLogger("a_library").warning("call %d", Reporting.calls)
         if reads:
             self.weight.detach().numpy()
 
