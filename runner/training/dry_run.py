@@ -19,15 +19,14 @@ from runner.objectives.losses import CLASSES, ELEMENTWISE, Auto, are_log_probabi
 from runner.objectives.objective import Objective, Prediction, loss_groups
 from runner.objectives.supervised import Supervised, call_model
 from runner.optimization.parameter_patterns import counted
-from runner.tensor_values import has_values
 from runner.training.components import Components
 from runner.training.draws.extremes import Extremes
 from runner.training.draws.following import Draws
 from runner.training.float_classes import hint_at_classes
-from runner.training.model.deferred_init import RefusingMeta, call_with, probe, random_weights
+from runner.training.model.deferred_init import probe, probe_with_random_weights
 from runner.training.model.forward_state import restoring_state
 from runner.training.model.submodules import offered, stages_or_blocks
-from runner.training.slice_check import check_slices
+from runner.training.slice_check import check_slices, differ
 
 _NARROW = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32, torch.uint64)
 # In messages of torch.
@@ -83,28 +82,22 @@ def _check_stages(components: Components, inputs: Any) -> None:
     refused = f"parallel={choices['parallel']}: the composition of the stages() of model={choices['model']}"
 
     def run(model: nn.Module) -> tuple[Any, Any]:
-        with RefusingMeta():
-            seed_all(0)
-            expected = call_model(model, inputs)
-            seed_all(0)  # because a model may draw in evaluation mode
-            composed = inputs
-            for stage in stages_or_blocks(model):
-                composed = call_model(stage, composed)
+        seed_all(0)
+        expected = call_model(model, inputs)
+        seed_all(0)  # because a model may draw in evaluation mode
+        composed = inputs
+        for stage in stages_or_blocks(model):
+            composed = call_model(stage, composed)
         return expected, composed
 
     try:
-        expected, composed = call_with(random_weights(components.module), components.module, run)
+        expected, composed = probe_with_random_weights(components.module, run)
     except Exception as error:  # custom code can raise anything
         raise InputError(f"{refused} fails for {describe(inputs)}{failed_with(error)}; try parallel=fsdp") from None
     pairs = zip(tensors(composed), tensors(expected), strict=True)
-    if describe(composed) == describe(expected) and all(_is_close(*pair) for pair in pairs):
+    if describe(composed) == describe(expected) and not any(differ(*pair) for pair in pairs):
         return
     raise InputError(f"{refused} is not its forward: it returns other values; change stages(), or try parallel=fsdp")
-
-
-def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return True for results of the same operators in float32, also if both are NaN, and for tensors of a plan."""
-    return not has_values(one) or not (one - other).abs().max() > 1e-5 * other.abs().max()
 
 
 def _observe(model: nn.Module, trained: set[str], objective: Objective, micro_batch: MicroBatch) -> DryRun:

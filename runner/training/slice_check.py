@@ -17,7 +17,7 @@ from runner.tensor_values import has_values
 from runner.training.components import Components
 from runner.training.draws.following import Draws
 from runner.training.draws.functions import IN_ORDER
-from runner.training.model.deferred_init import RefusingMeta, call_with, random_weights
+from runner.training.model.deferred_init import probe_with_random_weights
 from runner.training.model.positions import of_positions, possible_pairs, run_slices, split_positions
 from runner.training.model.submodules import offered
 
@@ -53,16 +53,14 @@ def check_slices(components: Components, objective: Supervised, micro_batch: Mic
 
 def _check_model(components: Components, inputs: Any, slices: Sequence[range], total: int) -> None:
     """Raise InputError unless the model's stages compute slices of what its forward computes, with random weights."""
-    module = components.module
     what = f"parallel.sequence={components.parallel.resolved_axes.sequence}: model={components.choices['model']}"
 
     def run(model: nn.Module) -> list[torch.Tensor]:
-        with RefusingMeta():
-            of_slices = run_slices([*model.stages()], inputs, slices, total)  # type: ignore[operator]
-            return [call_model(model, inputs), *of_slices]
+        of_slices = run_slices([*model.stages()], inputs, slices, total)  # type: ignore[operator]
+        return [call_model(model, inputs), *of_slices]
 
     try:
-        expected, *found = call_with(random_weights(module), module, run)
+        expected, *found = probe_with_random_weights(components.module, run)
     except Exception as error:  # custom code can raise anything
         raise InputError(f"{what} fails for a part of the positions{failed_with(error)}") from None
     for positions, part in zip(slices, found, strict=True):

@@ -278,6 +278,17 @@ def probe(module: nn.Module, function: Callable[..., Any], *args: Any, device: t
     return call_with(placeholders(module, device or torch.device("cpu")), module, call)
 
 
+def probe_with_random_weights(module: nn.Module, function: Callable[[nn.Module], T]) -> T:
+    """Call a function of the model with `random_weights`; otherwise as `probe`."""
+
+    def call(model: nn.Module) -> T:
+        with RefusingMeta():
+            return function(model)
+
+    result: T = call_with(random_weights(module), module, call)
+    return result
+
+
 def placeholders(module: nn.Module, where: torch.device) -> dict[Tensor, Tensor]:
     """Return the replacements of the module's tensors that are on the meta device, or on another one than `where`."""
     generator = torch.Generator().manual_seed(0)
