@@ -27,6 +27,7 @@ LAYERS = (
     "runner/config",
     "runner/checkpoints",
     "runner/records",
+    "runner/remote",
     "runner/distributed",
     "runner/errors.py",
     "runner/process",

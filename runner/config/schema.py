@@ -119,6 +119,15 @@ class Differing:
 
 
 @dataclass
+class Remote:
+    """How object stores are used, if outputs= or another key is an address such as s3://bucket/prefix."""
+
+    patience_s: Annotated[float, AtLeast(1)] = 300.0
+    local_dir: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
 class Config:
     """One experiment. A group is a node with a `_target_`, whose constructor's signature types it.
 
@@ -193,6 +202,7 @@ class Config:
     code: Annotated[str | None, OneOf((None, "recorded", "current"))] = None
     split: Annotated[str, OneOf(SPLITS)] = "val"
     outputs: str = "outputs"
+    remote: Remote = field(default_factory=Remote)
 
 
 ConfigStore.instance().store(name="schema", node=Config)
@@ -210,7 +220,7 @@ RULES: dict[str, Rule] = {  # by dotted key
 OF_TASKS = ("compare", "plan", "report", "export", "predict", "diff")  # sections of one task
 # Keys that determine what a command reads, does and writes, but not the experiment.
 OF_COMMANDS = (
-    *("task", "run", "run_id", "code", "resume", "resume_force", "fork", "trust", "name", "outputs", "split"),
+    *("task", "run", "run_id", "code", "resume", "resume_force", "fork", "trust", "name", "outputs", "remote", "split"),
     *OF_TASKS,
 )
 # Keys that only determine where and how a run is computed, recorded and observed. Their changes are not listed.
