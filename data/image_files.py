@@ -1,9 +1,12 @@
 """Image files of any format and mode that Pillow decodes, converted to 8 bits per channel."""
 
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
+from torch import Tensor
+from torchvision.transforms import functional as F
 
 NOT_DECODED = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}  # Pillow only identifies them, or starts another program
 FULL_RANGE = {"JPEG2000", "PNG", "PPM", "TIFF"}  # formats in which 65535 is white in gray images of 16 bits
@@ -18,28 +21,42 @@ def image_endings() -> set[str]:
 
 
 def read_image(path: str | Path, mode: str) -> Image.Image:
-    """Return the first image of a file in mode L or RGB, upright according to its EXIF data.
-
-    Transparent pixels are blended with white. Gray images of 16 bits keep their higher 8 bits, as color images of
-    16 bits do in Pillow. Floating-point pixels must be in [0, 1].
-    Raise ValueError with the path if the file cannot be decoded, or if the range of its pixels is unknown.
-    """
+    """Return the image of a file as `decode_image` does. Raise ValueError with the path if it cannot be decoded."""
     try:
         # An open file, because Pillow maps the file of a path, and then scrambles TIFF that EXIF rotates by 90 degrees.
-        with open(path, "rb") as opened, Image.open(opened) as image:
-            ImageOps.exif_transpose(image, in_place=True)
-            pixels = _as_gray_bytes(image) if image.mode.startswith(("I", "F")) else image
-            if pixels.has_transparency_data:
-                pixels = pixels.convert("RGBA")
-                pixels = Image.alpha_composite(Image.new("RGBA", pixels.size, "white"), pixels)
-            elif pixels.mode == "LAB":
-                pixels = pixels.convert("RGB")  # Pillow converts LAB to no other mode
-            return pixels.convert(mode)
+        with open(path, "rb") as opened:
+            return decode_image(opened, mode)
     except Exception as error:  # decoders raise anything for a damaged file, and seldom name it
         reason = "unknown format" if isinstance(error, UnidentifiedImageError) else " ".join(str(error).split())
         raise ValueError(
             f"{path} cannot be decoded ({reason or type(error).__name__}); replace or remove it"
         ) from error
+
+
+def decode_image(file: IO[bytes], mode: str) -> Image.Image:
+    """Return the first image of an open file in mode L or RGB, upright according to its EXIF data.
+
+    Transparent pixels are blended with white. Gray images of 16 bits keep their higher 8 bits, as color images of
+    16 bits do in Pillow. Floating-point pixels must be in [0, 1].
+    Raise an exception if the file cannot be decoded, or if the range of its pixels is unknown.
+    """
+    with Image.open(file) as image:
+        ImageOps.exif_transpose(image, in_place=True)
+        pixels = _as_gray_bytes(image) if image.mode.startswith(("I", "F")) else image
+        if pixels.has_transparency_data:
+            pixels = pixels.convert("RGBA")
+            pixels = Image.alpha_composite(Image.new("RGBA", pixels.size, "white"), pixels)
+        elif pixels.mode == "LAB":
+            pixels = pixels.convert("RGB")  # Pillow converts LAB to no other mode
+        return pixels.convert(mode)
+
+
+def scale_and_crop(image: Image.Image, height: int, width: int) -> Tensor:
+    """Return the center of an image that is scaled until it covers height x width, (C, height, width) uint8."""
+    scale = max(height / image.height, width / image.width)
+    size = [max(height, round(image.height * scale)), max(width, round(image.width * scale))]
+    pixels: Tensor = F.pil_to_tensor(F.center_crop(F.resize(image, size), [height, width]))
+    return pixels
 
 
 def _as_gray_bytes(image: Image.Image) -> Image.Image:

@@ -9,10 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
-from torchvision.transforms import functional as F
 
 from .checks import check_sizes
-from .image_files import image_endings, read_image
+from .image_files import image_endings, read_image, scale_and_crop
 
 MODES = {1: "L", 3: "RGB"}
 
@@ -72,11 +71,8 @@ class ImageFolder(Dataset[tuple[Tensor, Tensor]]):
     def packed(self, index: int) -> tuple[Tensor, Tensor]:
         """Return the form to be cached: the image as (C, H, W) uint8, a quarter of the bytes of float32."""
         path, target = self.files[index]
-        image = read_image(path, self.mode)
-        scale = max(self.height / image.height, self.width / image.width)
-        size = [max(self.height, round(image.height * scale)), max(self.width, round(image.width * scale))]
-        image = F.center_crop(F.resize(image, size), [self.height, self.width])
-        return F.pil_to_tensor(image), torch.tensor(target)  # (C, H, W), ()
+        image = scale_and_crop(read_image(path, self.mode), self.height, self.width)
+        return image, torch.tensor(target)  # (C, H, W), ()
 
     def unpacked(self, sample: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Convert a packed sample, or a batch of them, to the form that `__getitem__` returns."""

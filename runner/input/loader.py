@@ -74,6 +74,7 @@ class Loader:
             shuffle=shuffle and not self.is_stream,
             drop_last=drop_last,
             weights=None if weights is None else read_sample_weights(weights, source),
+            **{name: getattr(source, name, None) for name in ("block_ends", "window")},
         )
         if sampler.steps_per_epoch == 0:
             raise ValueError(

@@ -37,6 +37,8 @@ class Sampler:
     drop_last: bool = False
     max_steps: int | None = None  # per epoch; None: all
     weights: torch.Tensor | None = field(default=None, compare=False)  # (num_samples,) float64; None: each sample once
+    block_ends: Positions | None = field(default=None, compare=False)  # the samples up to the end of each block
+    window: int | None = None  # number of blocks whose samples are shuffled together; None: all
 
     @property
     def steps_per_epoch(self) -> int:
@@ -89,7 +91,11 @@ class Sampler:
         if not self.shuffle:
             return lambda positions: positions
         key = derive_seed(self.seed, epoch)
-        return Permutation(self.num_samples, key) if self.weights is None else WeightedDraws(self.weights.numpy(), key)
+        if self.weights is not None:
+            return WeightedDraws(self.weights.numpy(), key)
+        if self.block_ends is None or self.window is None:
+            return Permutation(self.num_samples, key)
+        return BlockPermutation(self.block_ends, self.window, key)
 
 
 @dataclass(frozen=True)
@@ -160,6 +166,36 @@ class Permutation:
         left *= self._num_right
         left += right
         return left
+
+
+class BlockPermutation:
+    """A random permutation of samples that are stored in blocks, so that few blocks are read at a time.
+
+    The blocks are permuted, and then the samples of each window of successive blocks. Only the permuted blocks are
+    stored.
+
+    block_ends: (num_blocks,), the number of samples up to the end of each block, increasing.
+    """
+
+    def __init__(self, block_ends: Positions, window: int, key: int):
+        ends = np.asarray(block_ends, np.uint64)
+        sizes = np.diff(ends, prepend=np.uint64(0))
+        order_key, *self._keys = splitmix64(key, np.arange(1 + -(-len(ends) // window), dtype=np.uint64))
+        order = Permutation(len(ends), int(order_key))(np.arange(len(ends), dtype=np.uint64))
+        self._ends = np.cumsum(sizes[order], dtype=np.uint64)  # of the permuted blocks
+        self._shifts = ends[order] - self._ends  # from an index in permuted blocks to a sample; may wrap around
+        self._window_ends = self._ends[np.minimum(np.arange(1, len(self._keys) + 1) * window, len(ends)) - 1]
+
+    def __call__(self, positions: Positions) -> Positions:
+        found = np.empty_like(positions)
+        windows = np.searchsorted(self._window_ends, positions, side="right")
+        for number in np.unique(windows):
+            start = self._window_ends[number - 1] if number else np.uint64(0)
+            (at,) = np.nonzero(windows == number)
+            permutation = Permutation(int(self._window_ends[number] - start), int(self._keys[number]))
+            found[at] = permutation(positions[at] - start) + start
+        found += self._shifts[np.searchsorted(self._ends, found, side="right")]
+        return found
 
 
 class WeightedDraws:

@@ -5,6 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
@@ -67,6 +68,15 @@ class Source(Dataset[Any]):
         """The dataset's weights of these samples. Raise AttributeError if it has none."""
         weights = self.dataset.sample_weights
         return weights if self.rows is None else torch.as_tensor(weights)[self.rows]
+
+    @property
+    def block_ends(self) -> Any:
+        """The number of these samples up to the end of each block. Raise AttributeError if the dataset has none."""
+        ends = np.asarray(self.dataset.block_ends)
+        if self.rows is None:
+            return ends
+        ends = np.unique(np.searchsorted(self.rows.numpy(), ends))
+        return ends[ends > 0]  # without blocks that have none of these samples
 
     @property
     def reads_ahead(self) -> bool:

@@ -1,0 +1,1 @@
+"""Shards, files of many samples: the dataset, and the index by which it reads samples."""

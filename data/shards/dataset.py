@@ -1,0 +1,177 @@
+"""Shards: many samples in each file, as tar (in the layout of WebDataset) or JSON lines, read by an index."""
+
+import io
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from ..checks import check_rows, check_sizes
+from ..image_files import decode_image, scale_and_crop
+from .index import ENDINGS, LINE, ShardIndex, build_index, index_path, locked, read_index
+
+BLOCK_BYTES = 8 * 2**20  # blocks have 2/3 to 3/2 of this size, because a shard is divided into equal parts
+IMAGES = ("jpg", "jpeg", "png")
+MODES = {1: "L", 3: "RGB"}
+
+
+class Shards(Dataset[Any]):
+    """The samples of the shards in root/SPLIT, or in root if it has no directory train.
+
+    Sample i is (inputs, targets), which are selected by extension and decoded: .npy, .json (numbers and lists) and .cls
+    (a class) as numbers, float32 or int64; .jpg, .jpeg and .png as (C, H, W) float32 in [0, 1], scaled and cropped to
+    sample_shape as `ImageFolder` does; .txt as the bytes of the text, (T,) int64. In JSON lines, the fields of a record
+    replace the extensions.
+
+    Args:
+        root: the directory.
+        input: the extension or field of the inputs; None: the only one besides that of the targets.
+        target: the extension or field of the targets.
+        decode: returns a sample from its members, bytes by extension; replaces the decoders and the selection.
+        window: the number of blocks whose samples are shuffled together; None: all blocks.
+        cache_dir: the directory of the index, if it cannot be written beside the shards.
+
+    `block_ends`, (num_blocks,), contains the number of samples up to the end of each block of about 8 MiB.
+    Raises ValueError if there are no shards, a shard is truncated or has changed since it was indexed, a member is
+    missing or cannot be decoded, or sample_shape or num_outputs differ from those of the samples.
+    """
+
+    def __init__(
+        self,
+        split: Literal["train", "val", "test"],
+        sample_shape: Sequence[int],
+        num_outputs: int,
+        root: str,
+        input: str | None = None,
+        target: str = "cls",
+        decode: Callable[[dict[str, bytes]], Any] | None = None,
+        window: int | None = 16,
+        cache_dir: str = "datasets/shards_cache",
+    ) -> None:
+        check_sizes(sample_shape, num_outputs)
+        if window is not None and window < 1:
+            raise ValueError(f"window={window} must be at least 1, or null for all blocks")
+        self.window, self.decode, self.shape = window, decode, list(sample_shape)
+        self.directory = _directory(root, split)
+        self.index = _open_index(self.directory, root, Path(cache_dir).expanduser())
+        self.block_ends = self.index.block_ends(BLOCK_BYTES)
+        self.target, self.input = target, input or ""
+        if decode is None:
+            self._check_samples(num_outputs)
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, index: int) -> Any:
+        check_rows([index], len(self))
+        members = self._read(index)
+        try:
+            if self.decode is not None:
+                return self.decode(members)
+            fields: Mapping[str, Any] = json.loads(members[LINE]) if LINE in members else members
+            return self._tensor(fields, self.input), self._tensor(fields, self.target)
+        except KeyError as error:
+            raise ValueError(f"{self.index.describe(index)} has no {error.args[0]}") from None
+        except Exception as error:  # decoders raise anything for damaged content
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise ValueError(f"{self.index.describe(index)} cannot be decoded ({reason})") from error
+
+    def _read(self, sample: int) -> dict[str, bytes]:
+        start, end = self.index.table[sample, :2].tolist()
+        path = self.directory / self.index.shards[self.index.shard_of(sample)]
+        try:
+            file = os.open(path, os.O_RDONLY)
+            try:
+                content = os.pread(file, end - start, start)
+            finally:
+                os.close(file)
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read ({error.strerror})") from None
+        return self.index.sample_in(content, sample)
+
+    def _tensor(self, fields: Mapping[str, Any], name: str) -> Tensor:
+        content, kind = fields[name], name.rpartition(".")[2]
+        if not isinstance(content, bytes):  # a field of JSON
+            return _as_numbers(content)
+        if kind in IMAGES:
+            image = decode_image(io.BytesIO(content), MODES[self.shape[0]])
+            return scale_and_crop(image, *self.shape[1:]).to(torch.float32).div_(255)
+        return _DECODERS[kind](content)
+
+    def _check_samples(self, num_outputs: int) -> None:
+        """Choose the inputs. Raise ValueError unless the first sample, and the classes of all, fit the options."""
+        first = self._read(0)
+        names = list(json.loads(first[LINE])) if LINE in first else list(first)
+        others = [name for name in names if name != self.target]
+        for option, name in (("target", self.target), ("input", self.input)):
+            if name and name not in names:
+                raise ValueError(f"{option}={name}: the first sample has only {', '.join(names)}")
+        if not self.input and len(others) != 1:
+            raise ValueError(f"input=null: the inputs are one of {', '.join(others) or 'no members'}; name it")
+        self.input = self.input or others[0]
+        for name in (self.input, self.target) if LINE not in first else ():
+            if (kind := name.rpartition(".")[2]) not in (*_DECODERS, *IMAGES):
+                known = ", ".join(sorted((*_DECODERS, *IMAGES)))
+                raise ValueError(f"decode=null: .{kind} is none of {known}; set data.decode to a function")
+        if self.input.rpartition(".")[2] in IMAGES and (len(self.shape) != 3 or self.shape[0] not in MODES):
+            raise ValueError(f"sample_shape={self.shape} must be [channels, height, width] with 1 or 3 channels")
+        found = list(self[0][0].shape)
+        if found != self.shape:
+            raise ValueError(
+                f"sample_shape={self.shape} must be {found}, as in the shards; set data.sample_shape={found}"
+            )
+        if self.target.rpartition(".")[2] == "cls" and num_outputs != (classes := self.index.num_classes[self.target]):
+            raise ValueError(
+                f"num_outputs={num_outputs} must be {classes}, the number of classes in the shards; "
+                f"set data.num_outputs={classes}"
+            )
+
+
+def _as_numbers(values: Any) -> Tensor:
+    array = np.asarray(values)
+    if array.dtype.kind not in "fiub":
+        raise ValueError(f"{array.dtype} is not a type of numbers; set data.decode to a function")
+    return torch.from_numpy(np.array(array, np.float32 if array.dtype.kind == "f" else np.int64))
+
+
+_DECODERS: dict[str, Callable[[bytes], Tensor]] = {
+    "npy": lambda content: _as_numbers(np.load(io.BytesIO(content), allow_pickle=False)),
+    "json": lambda content: _as_numbers(json.loads(content)),
+    "cls": lambda content: torch.tensor(int(content)),
+    "txt": lambda content: torch.from_numpy(np.frombuffer(content, np.uint8).astype(np.int64)),
+}
+
+
+def _directory(root: str, split: str) -> Path:
+    directory = Path(root).expanduser()
+    if not directory.is_dir():
+        raise ValueError(f"root={root} is not a directory (looked in {Path.cwd()})")
+    if (directory / split).is_dir():
+        return directory / split
+    if split != "train":
+        raise ValueError(f"root={root}: the {split} split needs shards in {directory / split}, which does not exist")
+    return directory
+
+
+def _open_index(directory: Path, root: str, cache: Path) -> ShardIndex:
+    """Return the index of a directory, which is built if it does not exist."""
+    names = sorted(path.name for path in directory.iterdir() if path.name.endswith(ENDINGS))
+    if not names:
+        raise ValueError(f"root={root}: {directory} has no shards ({' or '.join(ENDINGS)})")
+    try:
+        path = index_path(directory, str(directory.resolve()), cache)
+        if not path.exists():
+            with locked(cache / "index.lock"):
+                if not path.exists():
+                    build_index(path, ((name, directory / name, "") for name in names))
+    except OSError as error:
+        raise ValueError(f"cache_dir={cache}: the index cannot be written there ({error.strerror})") from None
+    index = read_index(path)
+    index.check(names, [(directory / name).stat().st_size for name in names], [""] * len(names))
+    return index

@@ -1,0 +1,222 @@
+"""An index of shards: where each sample is in the tar files or JSON lines of a directory, and a checksum of it."""
+
+import fcntl
+import hashlib
+import json
+import os
+import tarfile
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+FORMAT = 1  # of the file
+NAME = "index.shards"
+ENDINGS = (".tar", ".jsonl")
+LINE = "jsonl"  # the only member of a sample in JSON lines
+START, END, CRC = range(3)  # columns: the bytes of the sample in its shard, and their CRC-32; then those of the members
+
+Members = dict[str, tuple[int, int]]  # first byte and number of bytes of each member, by extension
+
+
+@dataclass(frozen=True)
+class ShardIndex:
+    """The samples of all shards, in the order of the shards' names.
+
+    The file is one line of JSON, and a table of integers that all processes of a machine map into the same memory.
+    """
+
+    path: Path
+    shards: list[str]  # names
+    sizes: list[int]  # bytes
+    e_tags: list[str]  # of shards in an object store; empty strings for local files
+    ends: np.ndarray  # (num_shards,), the number of samples up to the end of each shard
+    extensions: list[str]  # of the members
+    num_classes: dict[str, int]  # 1 + the largest class, by the extension .cls of the members
+    table: np.ndarray  # (num_samples, 3 + 2 * len(extensions)) int64: see START; a missing member has the size -1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return read_index, (self.path,)
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def shard_of(self, sample: int) -> int:
+        """Return the number of the shard that contains a sample."""
+        return int(np.searchsorted(self.ends, sample, side="right"))
+
+    def block_ends(self, block_bytes: int) -> np.ndarray:
+        """Return the number of samples up to the end of each block, a shard or a part of it of about `block_bytes`."""
+        found, first = [], 0
+        for size, end in zip(self.sizes, self.ends.tolist(), strict=True):
+            starts = self.table[first:end, START]
+            parts = max(1, round(size / block_bytes))
+            found.append(first + np.searchsorted(starts, [size * part // parts for part in range(1, parts)]))
+            found.append(np.array([end]))
+            first = end
+        return np.unique(np.concatenate(found))
+
+    def sample_in(self, content: bytes, sample: int) -> dict[str, bytes]:
+        """Return the members of a sample by extension. Raise ValueError if its bytes have changed."""
+        start, end, crc, *members = self.table[sample].tolist()
+        if len(content) != end - start or zlib.crc32(content) != crc:
+            problem = "is truncated" if len(content) < end - start else "has changed since it was indexed"
+            raise ValueError(f"{self.describe(sample)} {problem}; {self.advice()}")
+        pairs = zip(self.extensions, members[::2], members[1::2], strict=True)
+        return {name: content[at - start : at - start + size] for name, at, size in pairs if size >= 0}
+
+    def describe(self, sample: int) -> str:
+        """Return the shard of a sample and its number in the shard, from 0, for a message."""
+        shard = self.shard_of(sample)
+        return f"{self.shards[shard]}, sample {sample - (int(self.ends[shard - 1]) if shard else 0)}"
+
+    def check(self, shards: Sequence[str], sizes: Sequence[int], e_tags: Sequence[str]) -> None:
+        """Raise ValueError unless the existing shards are those that were indexed."""
+        if different := sorted(set(shards) ^ set(self.shards)):
+            state = "is missing" if different[0] in self.shards else "was added after the shards were indexed"
+            raise ValueError(f"{different[0]} {state}; {self.advice()}")
+        for number, (size, e_tag) in enumerate(zip(sizes, e_tags, strict=True)):
+            if size < self.sizes[number]:
+                first = int(self.ends[number - 1]) if number else 0
+                complete = np.searchsorted(self.table[first : self.ends[number], END], size, side="right")
+                cut = min(first + int(complete), int(self.ends[number]) - 1)
+                raise ValueError(
+                    f"{self.describe(cut)} is truncated: the shard had {self.sizes[number]:,} bytes when it was "
+                    f"indexed, and has {size:,}; {self.advice()}"
+                )
+            if (size, e_tag) != (self.sizes[number], self.e_tags[number]):
+                raise ValueError(f"{self.shards[number]} has changed since it was indexed; {self.advice()}")
+
+    def advice(self) -> str:
+        return f"restore the shards, or remove {self.path} to index them again"
+
+
+def read_index(path: Path) -> ShardIndex:
+    """Return the index in a file. Raise ValueError if it is damaged."""
+    try:
+        with open(path, "rb") as file:
+            header = json.loads(line := file.readline())
+        if header.pop("format") != FORMAT:
+            raise ValueError("another version wrote it")
+        count, extensions = header["ends"][-1], header["extensions"]
+        table = np.memmap(path, np.int64, "r", len(line), (count, 3 + 2 * len(extensions)))
+        return ShardIndex(path, table=table, **{**header, "ends": np.array(header["ends"])})
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); remove it to index the shards again") from None
+
+
+def build_index(path: Path, shards: Iterator[tuple[str, Path, str]]) -> None:
+    """Index shards, each with its name, a local copy of it, and its e_tag, and write the file.
+
+    The file is complete or absent at any time. Raise ValueError if a shard cannot be read, or OSError.
+    """
+    names, sizes, e_tags, ends, rows = list[str](), list[int](), list[str](), list[int](), list[Any]()
+    extensions, num_classes = list[str](), dict[str, int]()
+    for name, copy, e_tag in shards:
+        try:
+            found = list(_samples_of(copy, name, num_classes))
+        except (tarfile.TarError, EOFError) as error:
+            raise ValueError(f"{name} cannot be read ({error}); replace or remove it") from None
+        if not found:
+            raise ValueError(f"{name} has no samples; remove it")
+        for start, end, crc, members in found:
+            extensions += [extension for extension in members if extension not in extensions]
+            rows.append((start, end, crc, [members.get(extension, (0, -1)) for extension in extensions]))
+        names.append(name)
+        sizes.append(copy.stat().st_size)
+        e_tags.append(e_tag)
+        ends.append(len(rows))
+    table = np.full((len(rows), 3 + 2 * len(extensions)), -1, np.int64)
+    for number, (start, end, crc, members) in enumerate(rows):
+        flat = [value for pair in members for value in pair]
+        table[number, : 3 + len(flat)] = [start, end, crc, *flat]
+    header = {"format": FORMAT, "shards": names, "sizes": sizes, "e_tags": e_tags, "ends": ends}
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(partial, "wb") as file:
+            file.write(json.dumps({**header, "extensions": extensions, "num_classes": num_classes}).encode() + b"\n")
+            file.write(table.tobytes())
+        partial.rename(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def index_path(directory: Path | None, root: str, cache: Path) -> Path:
+    """Return the file of the index: beside the shards if it is there or can be written, or else in the cache."""
+    if directory is not None and ((directory / NAME).exists() or os.access(directory, os.W_OK)):
+        return directory / NAME
+    cache.mkdir(parents=True, exist_ok=True)
+    return cache / f"{hashlib.sha256(root.encode()).hexdigest()[:32]}.shards"
+
+
+class locked:
+    """A context in which no other process of this machine is in a context of the same path."""
+
+    def __init__(self, path: Path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "w")  # noqa: SIM115
+
+    def __enter__(self) -> None:
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def __exit__(self, *error: object) -> None:
+        with suppress(OSError):
+            self._file.close()
+
+
+def _samples_of(path: Path, name: str, num_classes: dict[str, int]) -> Iterator[tuple[int, int, int, Members]]:
+    """Yield the first byte, the end and the CRC-32 of each sample of a shard, and its members by extension.
+
+    Raise `num_classes` to the classes of the members .cls.
+    """
+    with open(path, "rb") as file:
+        parts = _lines(file) if name.endswith(".jsonl") else _tar_samples(file, name)
+        for members in parts:
+            start = min(at for at, _ in members.values())
+            end = max(at + size for at, size in members.values())
+            content = os.pread(file.fileno(), end - start, start)
+            if len(content) < end - start:
+                raise EOFError("unexpected end of data")
+            for extension in members:
+                if extension.rpartition(".")[2] == "cls":
+                    at, size = members[extension]
+                    try:
+                        largest = int(content[at - start : at - start + size])
+                    except ValueError as error:
+                        raise ValueError(f"{name}: a file .{extension} is not a class ({error})") from None
+                    num_classes[extension] = max(num_classes.get(extension, 0), 1 + largest)
+            yield start, end, zlib.crc32(content), members
+
+
+def _lines(file: Any) -> Iterator[Members]:
+    at = 0
+    for line in file:
+        if line.strip():
+            yield {LINE: (at, len(line))}
+        at += len(line)
+
+
+def _tar_samples(file: Any, name: str) -> Iterator[Members]:
+    """Yield the members of each sample. As in WebDataset, successive files with the same key are one sample."""
+    members: Members = {}
+    last = None
+    with tarfile.open(fileobj=file, mode="r:") as tar:
+        for member in tar:
+            directory, base = os.path.split(member.name)
+            key, _, extension = base.partition(".")
+            extension = extension.lower()
+            if not member.isfile() or not key:
+                continue
+            if (directory, key) != last and members:
+                yield members
+                members = {}
+            last = (directory, key)
+            if extension in members:
+                raise ValueError(f"{name} has two files {member.name}; a sample needs another key for each")
+            members[extension] = (member.offset_data, member.size)
+    if members:
+        yield members

@@ -1,0 +1,182 @@
+"""data=shards: samples of tar files and JSON lines by an index, and their order in blocks."""
+
+import io
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from parity import COMMON
+from PIL import Image
+from runner.shipped.data.image_folder import ImageFolder
+from runner.shipped.data.shards.dataset import Shards
+from shard_files import npy, save_tar, save_vectors
+from worlds import run
+
+from runner.input.loader import Loader
+from runner.input.sampler import Sampler
+from runner.input.source import Source
+
+SIZES = [5, 11, 1, 7, 13, 9, 4, 10]
+THOROUGH = pytest.mark.thorough
+
+
+def opened(root: Path, shape: list[int] = [8], classes: int = 4, **options: Any) -> Shards:  # noqa: B006
+    return Shards("train", shape, classes, str(root), cache_dir=str(root.parent / "cache"), **options)
+
+
+def test_samples_are_those_of_the_files(tmp_path: Path) -> None:
+    save_vectors(tmp_path / "root", SIZES)
+    data = opened(tmp_path / "root")
+    generator = np.random.default_rng(0)
+    for index in range(len(data)):
+        inputs, target = data[index]
+        assert torch.equal(inputs, torch.from_numpy(generator.normal(size=8)).to(torch.float32))
+        assert target == index % 4 and target.dtype == torch.int64
+    assert len(data) == sum(SIZES) and data.block_ends.tolist() == np.cumsum(SIZES).tolist()
+
+
+def test_images_are_those_of_an_image_folder(tmp_path: Path) -> None:
+    pixels, samples = np.random.default_rng(0).integers(0, 256, (3, 20, 30, 3), np.uint8), []
+    for number, kind in enumerate(("jpg", "png", "png")):
+        Image.fromarray(pixels[number]).save(file := io.BytesIO(), "jpeg" if kind == "jpg" else kind)
+        path = tmp_path / "images" / "train" / str(number) / f"a.{kind}"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(file.getvalue())
+        samples.append({"jpg": file.getvalue(), "cls": str(number).encode()})
+    save_tar(tmp_path / "root" / "train" / "a.tar", samples)
+    folder = ImageFolder("train", [3, 16, 16], 3, str(tmp_path / "images"))
+    data = opened(tmp_path / "root", [3, 16, 16], 3)
+    for index in range(3):
+        assert all(map(torch.equal, data[index], folder[index]))
+
+
+def test_members_and_fields_are_selected(tmp_path: Path) -> None:
+    members = {"x.json": b"[1, 2.5]", "y.npy": npy(np.array([3, 4])), "txt": b"ab"}
+    save_tar(tmp_path / "tar" / "a.tar", [members, members])
+    inputs, target = opened(tmp_path / "tar", [2], 2, input="x.json", target="y.npy")[1]
+    assert inputs.tolist() == [1, 2.5] and target.tolist() == [3, 4] and target.dtype == torch.int64
+    assert opened(tmp_path / "tar", [2], 2, input="txt", target="y.npy")[0][0].tolist() == [97, 98]
+    decoded = opened(tmp_path / "tar", decode=lambda sample: (len(sample), sample["txt"]))
+    assert decoded[0] == (3, b"ab")
+    (tmp_path / "lines").mkdir()
+    records = [{"x": [0.5, number], "y": number} for number in range(3)]
+    (tmp_path / "lines" / "a.jsonl").write_text("\n\n".join(map(json.dumps, records)))
+    inputs, target = opened(tmp_path / "lines", [2], 3, target="y")[2]
+    assert inputs.tolist() == [0.5, 2] and target == 2
+
+
+def damage_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[content.rindex(b"NUMPY") + 128] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: os.truncate(path, 3000), "part-001.tar, sample 1 is truncated"),
+        (damage_byte, "part-001.tar, sample 10 has changed since it was indexed"),
+        (lambda path: path.unlink(), "part-001.tar is missing"),
+        (lambda path: shutil.copy(path, path.with_name("z.tar")), "z.tar was added after the shards were indexed"),
+    ],
+)
+def test_shards_that_changed_since_they_were_indexed_are_refused(tmp_path: Path, damage: Any, message: str) -> None:
+    save_vectors(tmp_path, SIZES[:2])
+    opened(tmp_path)
+    damage(tmp_path / "part-001.tar")
+    with pytest.raises(ValueError, match=message):
+        opened(tmp_path)[15]
+
+
+def test_a_truncated_shard_is_refused_before_it_is_indexed(tmp_path: Path) -> None:
+    save_vectors(tmp_path, SIZES[:2])
+    os.truncate(tmp_path / "part-001.tar", 3000)
+    with pytest.raises(ValueError, match=r"part-001\.tar cannot be read \(unexpected end of data\)"):
+        opened(tmp_path)
+    assert not list(tmp_path.glob("*.shards"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shape": [7]}, r"sample_shape=\[7\] must be \[8\], .* set data.sample_shape=\[8\]"),
+        ({"classes": 3}, "num_outputs=3 must be 4, .* set data.num_outputs=4"),
+        ({"target": "json"}, "target=json: the first sample has only npy, cls"),
+        ({"input": "jpg"}, "input=jpg: the first sample has only npy, cls"),
+        ({"window": 0}, "window=0 must be at least 1"),
+    ],
+)
+def test_options_that_do_not_fit_the_shards_are_refused(tmp_path: Path, options: Any, message: str) -> None:
+    save_vectors(tmp_path, SIZES[:1])
+    with pytest.raises(ValueError, match=message):
+        opened(tmp_path, **options)
+
+
+def test_the_order_reads_the_blocks_of_a_window_at_a_time(tmp_path: Path) -> None:
+    save_vectors(tmp_path, SIZES)
+    source = Source.of(opened(tmp_path, window=3))
+    orders = {}
+    for seed, epoch in ((0, 0), (0, 1), (1, 0)):
+        loader = Loader(source, Sampler(len(source), 7, seed=seed), torch.float32, torch.device("cpu"))
+        orders[seed, epoch] = order = [index for batch in loader.sampler.local_batches(epoch) for index in batch]
+        assert sorted(order) == list(range(len(source)))
+        blocks = np.searchsorted(source.block_ends, order, side="right")
+        first, num_windows = 0, 0
+        while first < len(order):  # a window ends when all samples of its blocks have occurred
+            window = blocks[first : first + 1]
+            while len(window) < (size := sum(SIZES[block] for block in set(window))) or len(set(window)) < 2:
+                window = blocks[first : first + max(size, len(window) + 1)]
+                if first + len(window) >= len(order):
+                    break
+            assert len(set(window)) <= 3
+            first, num_windows = first + len(window), num_windows + 1
+        assert num_windows >= 3
+    assert len(set(map(tuple, orders.values()))) == 3
+
+
+def test_a_part_of_the_samples_keeps_the_blocks(tmp_path: Path) -> None:
+    save_vectors(tmp_path, SIZES)
+    rows = torch.tensor([0, 1, 5, 6, 30, 59])
+    source = Source(opened(tmp_path), rows=rows)
+    assert source.block_ends.tolist() == [2, 4, 5, 6]
+
+
+def overrides(root: Path) -> list[str]:
+    shards = [f"data.root={root}", "data.sample_shape=[8]", "data.num_outputs=4", "data.window=3"]
+    model = ["model=mlp", "model.hidden=[6]", "val_fraction=0.2", "batch_size=7", "parallel=ddp"]
+    return ["data=shards", *shards, *model, *COMMON, "epochs=3", "max_steps=16", "log_every=1"]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ((2, 0), (1, 2)),
+        pytest.param((1, 2), (3, 0), marks=THOROUGH),
+        pytest.param((3, 2), (2, 0), marks=THOROUGH),
+        pytest.param((2, 2), (3, 2), marks=THOROUGH),
+        pytest.param((3, 0), (2, 2), marks=THOROUGH),
+    ],
+)
+def test_ranks_workers_and_a_resume_do_not_change_the_steps(
+    tmp_path: Path, first: tuple[int, int], second: tuple[int, int]
+) -> None:
+    save_vectors(tmp_path / "root", SIZES)
+    common = overrides(tmp_path / "root")
+    whole = run(tmp_path / "whole", 1, *common, "parallel=none")
+
+    def arguments(ranks: int, workers: int) -> tuple[Any, ...]:
+        return ranks, f"loader.num_workers={workers}", *(["parallel=none"] if ranks == 1 else ["parallel=ddp"])
+
+    ranks, *others = arguments(*first)
+    part = run(tmp_path / "part", ranks, *common, *others, "max_steps=9")
+    assert part.losses == pytest.approx({step: whole.losses[step] for step in part.losses}, rel=1e-9)
+    ranks, *others = arguments(*second)
+    resumed = run(tmp_path / "part", ranks, f"resume={part.path}", "max_steps=16", *others)
+    assert resumed.losses == pytest.approx(whole.losses, rel=1e-9)
+    for step in (14, 16):
+        assert resumed.values("val/loss")[step] == pytest.approx(whole.values("val/loss")[step], rel=1e-9)
