@@ -69,13 +69,10 @@ class Loader:
             raise ValueError(f"loader.weights={weights} needs a map-style dataset, and the data is a stream")
         if self.is_stream and drop_last and not source.has_length:
             raise ValueError("loader.drop_last=true needs a stream with a length; define __len__, or leave it out")
-        sampler = replace(
-            sampler,
-            shuffle=shuffle and not self.is_stream,
-            drop_last=drop_last,
-            weights=None if weights is None else read_sample_weights(weights, source),
-            **{name: getattr(source, name, None) for name in ("block_ends", "window")},
-        )
+        blocks: dict[str, Any] = {name: getattr(source, name, None) for name in ("block_ends", "window")}
+        drawn = None if weights is None else read_sample_weights(weights, source)
+        shuffles = shuffle and not self.is_stream
+        sampler = replace(sampler, shuffle=shuffles, drop_last=drop_last, weights=drawn, **blocks)
         if sampler.steps_per_epoch == 0:
             raise ValueError(
                 f"loader.drop_last=true with batch_size={sampler.batch_size} leaves no step of the data's "
