@@ -1,1 +1,1 @@
-"""Shards, files of many samples: the dataset, and the index by which it reads samples."""
+"""Shards, files of many samples: the dataset, the index by which it reads samples, and copies of remote blocks."""

@@ -4,6 +4,7 @@ import io
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +15,8 @@ from torch.utils.data import Dataset
 
 from ..checks import check_rows, check_sizes
 from ..image_files import decode_image, scale_and_crop
-from .index import ENDINGS, LINE, ShardIndex, build_index, index_path, locked, read_index
+from .index import END, ENDINGS, LINE, START, ShardIndex, build_index, index_path, locked, read_index
+from .remote import RemoteShards
 
 BLOCK_BYTES = 8 * 2**20  # blocks have 2/3 to 3/2 of this size, because a shard is divided into equal parts
 IMAGES = ("jpg", "jpeg", "png")
@@ -30,12 +32,14 @@ class Shards(Dataset[Any]):
     replace the extensions.
 
     Args:
-        root: the directory.
+        root: the directory, or an address in an object store, such as s3://bucket/prefix.
         input: the extension or field of the inputs; None: the only one besides that of the targets.
         target: the extension or field of the targets.
         decode: returns a sample from its members, bytes by extension; replaces the decoders and the selection.
         window: the number of blocks whose samples are shuffled together; None: all blocks.
-        cache_dir: the directory of the index, if it cannot be written beside the shards.
+        cache_dir: the directory of the index, if it cannot be written beside the shards, and of copied blocks.
+        cache_gb: the size of the copied blocks of an address, over all processes of the machine.
+        options: of obstore, for an address; see its documentation. It reads credentials from the environment.
 
     `block_ends`, (num_blocks,), contains the number of samples up to the end of each block of about 8 MiB.
     Raises ValueError if there are no shards, a shard is truncated or has changed since it was indexed, a member is
@@ -53,14 +57,28 @@ class Shards(Dataset[Any]):
         decode: Callable[[dict[str, bytes]], Any] | None = None,
         window: int | None = 16,
         cache_dir: str = "datasets/shards_cache",
+        cache_gb: float = 10.0,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         check_sizes(sample_shape, num_outputs)
         if window is not None and window < 1:
             raise ValueError(f"window={window} must be at least 1, or null for all blocks")
         self.window, self.decode, self.shape = window, decode, list(sample_shape)
-        self.directory = _directory(root, split)
-        self.index = _open_index(self.directory, root, Path(cache_dir).expanduser())
+        cache = Path(cache_dir).expanduser()
+        self.remote: RemoteShards | None = None
+        if "://" in root:
+            try:
+                cache.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ValueError(f"cache_dir={cache_dir} cannot be created ({error.strerror})") from None
+            self.remote = RemoteShards(root.rstrip("/"), split, options or {}, cache, cache_gb)
+            self.index = _open_remote_index(self.remote, cache)
+        else:
+            self.directory = _directory(root, split)
+            self.index = _open_index(self.directory, root, cache)
         self.block_ends = self.index.block_ends(BLOCK_BYTES)
+        if self.remote is not None:
+            self._check_cache(cache_gb)
         self.target, self.input = target, input or ""
         if decode is None:
             self._check_samples(num_outputs)
@@ -84,16 +102,28 @@ class Shards(Dataset[Any]):
 
     def _read(self, sample: int) -> dict[str, bytes]:
         start, end = self.index.table[sample, :2].tolist()
-        path = self.directory / self.index.shards[self.index.shard_of(sample)]
-        try:
-            file = os.open(path, os.O_RDONLY)
-            try:
-                content = os.pread(file, end - start, start)
-            finally:
-                os.close(file)
-        except OSError as error:
-            raise ValueError(f"{path} cannot be read ({error.strerror})") from None
-        return self.index.sample_in(content, sample)
+        name = self.index.shards[self.index.shard_of(sample)]
+        if self.remote is None:
+            return self.index.sample_in(_read_bytes(self.directory / name, start, end), sample)
+        block_start, block_end = self._block_range(int(np.searchsorted(self.block_ends, sample, side="right")))
+        while True:
+            path = self.remote.block(name, block_start, block_end)
+            with suppress(FileNotFoundError):  # another process has removed it since
+                return self.index.sample_in(_read_bytes(path, start - block_start, end - block_start), sample)
+
+    def _block_range(self, block: int) -> tuple[int, int]:
+        """Return the first byte of a block in its shard, and its end."""
+        first, end = (self.block_ends[block - 1] if block else 0), self.block_ends[block]
+        return int(self.index.table[first, START]), int(self.index.table[end - 1, END])
+
+    def _check_cache(self, cache_gb: float) -> None:
+        """Raise ValueError if the blocks of two windows, of which batches may contain samples, exceed the cache."""
+        sizes = sorted(end - start for start, end in map(self._block_range, range(len(self.block_ends))))
+        needed = sum(sizes[-2 * (self.window or len(sizes)) :]) / 1e9
+        if needed > cache_gb:
+            raise ValueError(
+                f"cache_gb={cache_gb:g} must be at least {needed:.2g}, the blocks of two windows; or reduce data.window"
+            )
 
     def _tensor(self, fields: Mapping[str, Any], name: str) -> Tensor:
         content, kind = fields[name], name.rpartition(".")[2]
@@ -133,6 +163,19 @@ class Shards(Dataset[Any]):
             )
 
 
+def _read_bytes(path: Path, start: int, end: int) -> bytes:
+    try:
+        file = os.open(path, os.O_RDONLY)
+        try:
+            return os.pread(file, end - start, start)
+        finally:
+            os.close(file)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror})") from None
+
+
 def _as_numbers(values: Any) -> Tensor:
     array = np.asarray(values)
     if array.dtype.kind not in "fiub":
@@ -157,6 +200,18 @@ def _directory(root: str, split: str) -> Path:
     if split != "train":
         raise ValueError(f"root={root}: the {split} split needs shards in {directory / split}, which does not exist")
     return directory
+
+
+def _open_remote_index(remote: RemoteShards, cache: Path) -> ShardIndex:
+    """Return the index of shards at an address: a copy of the one beside them, or else one that is built here."""
+    path = index_path(None, f"{remote.root}/{remote.prefix}", cache)
+    with locked(cache / "index.lock"):
+        if not path.exists() and not remote.copy_index(path):
+            build_index(path, remote.copies())
+    index = read_index(path)
+    sizes, e_tags = zip(*remote.shards.values(), strict=True)
+    index.check(list(remote.shards), sizes, e_tags)
+    return index
 
 
 def _open_index(directory: Path, root: str, cache: Path) -> ShardIndex:

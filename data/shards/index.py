@@ -88,7 +88,7 @@ class ShardIndex:
                     f"{self.describe(cut)} is truncated: the shard had {self.sizes[number]:,} bytes when it was "
                     f"indexed, and has {size:,}; {self.advice()}"
                 )
-            if (size, e_tag) != (self.sizes[number], self.e_tags[number]):
+            if size != self.sizes[number] or (self.e_tags[number] and e_tag != self.e_tags[number]):
                 raise ValueError(f"{self.shards[number]} has changed since it was indexed; {self.advice()}")
 
     def advice(self) -> str:
@@ -146,7 +146,7 @@ def build_index(path: Path, shards: Iterator[tuple[str, Path, str]]) -> None:
 
 
 def index_path(directory: Path | None, root: str, cache: Path) -> Path:
-    """Return the file of the index: beside the shards if it is there or can be written, or else in the cache."""
+    """Return the file of the index: beside local shards if it is there or can be written, or else in the cache."""
     if directory is not None and ((directory / NAME).exists() or os.access(directory, os.W_OK)):
         return directory / NAME
     cache.mkdir(parents=True, exist_ok=True)

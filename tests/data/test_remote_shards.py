@@ -1,0 +1,106 @@
+"""data=shards with an address: the samples and steps of local shards, and one message for each failure."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from object_stores import Bucket, Proxy
+from parity import COMMON
+from runner.shipped.data.shards.dataset import Shards
+from shard_files import save_vectors
+from worlds import run
+
+SIZES = [5, 11, 1, 7, 13, 9, 4, 10]
+THOROUGH = pytest.mark.thorough
+UPLOAD = """
+import json, sys
+from obstore.store import from_url
+address, options, files = json.load(sys.stdin)
+store = from_url(address, endpoint=options["endpoint"], client_options={"allow_http": True})
+for name, path in files: store.put(name, open(path, "rb").read())
+"""
+
+
+def upload(bucket: Bucket, directory: Path) -> str:
+    """Copy a directory to the bucket. Return its address."""
+    files = [[str(path.relative_to(directory)), str(path)] for path in directory.rglob("*.tar")]
+    address = f"s3://{bucket.name}/root"
+    message = json.dumps([address, bucket.options(), files])
+    subprocess.run([sys.executable, "-c", UPLOAD], input=message, text=True, check=True, timeout=120)
+    return address
+
+
+def opened(root: str, cache: Path, bucket: Bucket, port: int | None = None, **options: Any) -> Shards:
+    return Shards("train", [8], 4, root, cache_dir=str(cache), options=bucket.options(port), **options)
+
+
+def test_samples_are_those_of_local_shards(tmp_path: Path, bucket: Bucket) -> None:
+    save_vectors(tmp_path / "root", SIZES)
+    local = Shards("train", [8], 4, str(tmp_path / "root"), cache_dir=str(tmp_path / "cache"))
+    data = opened(upload(bucket, tmp_path / "root"), tmp_path / "cache", bucket)
+    assert len(data) == len(local) and (data.block_ends == local.block_ends).all()
+    for index in range(len(data)):
+        assert all(map(torch.equal, data[index], local[index]))
+    in_files = Shards("train", [8], 4, (tmp_path / "root").as_uri(), cache_dir=str(tmp_path / "cache"))
+    assert all(map(torch.equal, in_files[3], local[3]))
+
+
+def test_blocks_are_requested_once_and_the_cache_is_bounded(
+    tmp_path: Path,
+    bucket: Bucket,
+    proxy: Proxy,
+) -> None:
+    save_vectors(tmp_path / "root", SIZES)
+    address = upload(bucket, tmp_path / "root")
+    data = opened(address, tmp_path / "cache", bucket, proxy.port)
+    again = opened(address, tmp_path / "cache", bucket, proxy.port)
+    for index in (0, 3, 4, 3, 59, 0):
+        assert all(map(torch.equal, data[index], again[index]))
+    assert proxy.counts["GET None"] <= len(SIZES) + 2 + 2  # the index, two lists, and two blocks
+    assert data.remote
+    data.remote._cache_gb = 40_000 / 1e9
+    for index in range(len(data)):
+        data[index]
+        assert sum(path.stat().st_size for path in (tmp_path / "cache" / "blocks").iterdir()) <= 40_000
+    proxy.fault = lambda number, method, path: "busy" if number % 3 == 0 else None
+    for index in range(len(data)):
+        assert all(map(torch.equal, data[index], again[index]))
+    assert proxy.counts["GET busy"]
+
+
+def test_a_failure_is_one_message(tmp_path: Path, bucket: Bucket, proxy: Proxy) -> None:
+    save_vectors(tmp_path / "root", SIZES)
+    address = upload(bucket, tmp_path / "root")
+    with pytest.raises(ValueError, match=r"root=s3://no-such-bucket cannot be read: .*NoSuchBucket"):
+        opened("s3://no-such-bucket", tmp_path / "cache", bucket)
+    with pytest.raises(ValueError, match=r"root=.*/nothing: the address has no shards"):
+        opened(f"s3://{bucket.name}/nothing", tmp_path / "cache", bucket)
+    with pytest.raises(ValueError, match=r"cache_gb=1e-05 must be at least .* the blocks of two windows"):
+        opened(address, tmp_path / "cache", bucket, cache_gb=1e-5)
+    proxy.fault = lambda number, method, path: "denied"
+    with pytest.raises(ValueError, match=r"root=.* cannot be read: .*AccessDenied"):
+        opened(address, tmp_path / "cache", bucket, proxy.port)
+    save_vectors(tmp_path / "root", [SIZES[0] - 2, *SIZES[1:]])
+    upload(bucket, tmp_path / "root")
+    with pytest.raises(ValueError, match=r"part-000\.tar"):
+        opened(address, tmp_path / "cache", bucket)
+
+
+@pytest.mark.parametrize("workers", [2, pytest.param(0, marks=THOROUGH)])
+def test_steps_are_those_of_local_shards(tmp_path: Path, bucket: Bucket, workers: int) -> None:
+    save_vectors(tmp_path / "root" / "train", SIZES)
+    save_vectors(tmp_path / "root" / "val", SIZES[:3])
+    sizes = ["data.sample_shape=[8]", "data.num_outputs=4", "data.window=3", f"data.cache_dir={tmp_path / 'cache'}"]
+    model = ["model=mlp", "model.hidden=[6]", "batch_size=7", "data=shards", *sizes]
+    common = [*model, *COMMON, "max_steps=12", "log_every=1"]
+    local = run(tmp_path / "local", 1, *common, f"data.root={tmp_path / 'root'}", "parallel=none")
+    options = f'data.options={{endpoint:"http://127.0.0.1:{bucket.port}",allow_http:true}}'
+    address = upload(bucket, tmp_path / "root")
+    others = [f"data.root={address}", options, f"loader.num_workers={workers}", "parallel=ddp"]
+    remote = run(tmp_path / "remote", 2, *common, *others)
+    assert remote.losses == pytest.approx(local.losses, rel=1e-9)
+    assert remote.values("val/loss") == pytest.approx(local.values("val/loss"), rel=1e-9)
