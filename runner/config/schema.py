@@ -124,7 +124,7 @@ class Remote:
 
     patience_s: Annotated[float, AtLeast(1)] = 300.0
     local_dir: str | None = None
-    options: dict[str, Any] = field(default_factory=dict)
+    options: Any = None  # a mapping by name, or null
 
 
 @dataclass

@@ -12,7 +12,8 @@ from runner.config.schema import GROUPS, NAMED_GROUPS
 from runner.config.texts import keep_text, typed_keys
 from runner.errors import InputError
 
-TYPES = {key: kind for key, kind in texts._TYPES.items() if key not in (*GROUPS, *NAMED_GROUPS, *texts.SECTIONS)}
+OTHERS = (*GROUPS, *NAMED_GROUPS, *texts.SECTIONS, "remote.options")  # mappings, which have no text
+TYPES = {key: kind for key, kind in texts._TYPES.items() if key not in OTHERS}
 SAMPLES = {
     "str": ("1e5", "1e5"),
     "int": ("3", 3),
