@@ -201,8 +201,8 @@ class Config:
     # None means current for task=rerun, else recorded.
     code: Annotated[str | None, OneOf((None, "recorded", "current"))] = None
     split: Annotated[str, OneOf(SPLITS)] = "val"
-    outputs: str = "outputs"
     remote: Remote = field(default_factory=Remote)
+    outputs: str = "outputs"  # the last key is no section, so that a truncated config.yaml lacks a key
 
 
 ConfigStore.instance().store(name="schema", node=Config)

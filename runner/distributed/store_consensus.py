@@ -13,7 +13,8 @@ from runner.errors import InputError
 
 KEYS = "agreed"  # in front of each topic
 REPORT_TIMEOUT_S = 15.0  # by which ranks wait longer for rank 0 than rank 0 waits for them
-_ACTIVITIES = {"composed": "composing its configuration", "refused": "building its model and data"}  # by topic
+_COMPOSING = "composing its configuration"
+_ACTIVITIES = {"composed": _COMPOSING, "input": _COMPOSING, "refused": "building its model and data"}  # by topic
 
 
 class StoreConsensus:

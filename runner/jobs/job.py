@@ -31,6 +31,7 @@ from runner.errors import (
 from runner.input.sampler import count_steps
 from runner.jobs.compile_cache import check_compile_caches, separate_by_cpu
 from runner.jobs.continuation import agree_on_directory, check_directory, count_samples, find_finished, locked
+from runner.jobs.equal_input import check_equal
 from runner.jobs.micro_batches import (
     RAN_OUT,
     TooLarge,
@@ -210,7 +211,8 @@ def _agree_on_input(request: Request, world: World) -> tuple[JobTask | None, Exp
 
     Raises InputError on all ranks if any of them refuses the input.
     """
-    task, experiment, refused, crashed = None, None, list[str](), list[str]()
+    task, experiment, crashed = None, None, list[str]()
+    refused = check_equal(request.config, world)
     try:
         with interruptible():
             task, experiment = _build(request, world)
@@ -218,7 +220,7 @@ def _agree_on_input(request: Request, world: World) -> tuple[JobTask | None, Exp
         world.shutdown.report_stop(str(error))
         raise
     except InputError as error:
-        refused = error.messages
+        refused += error.messages
     except (Preempted, RanksMissing):  # raised for another rank
         raise
     except (Exception, SystemExit) as error:

@@ -17,6 +17,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from runner.process.cores import allowed_cores
+from runner.records.custom_code import shipped_hash
 from runner.records.provenance import versions
 
 SPACE_BYTES = 1 << 20  # that a machine must be able to write
@@ -28,7 +29,7 @@ class HostFacts:
     """The facts of one machine. `versions` and `code` must be equal on all of them."""
 
     versions: dict[str, str]
-    code: str  # a hash of the runner's own modules
+    code: str  # of `shipped_hash`
     problems: list[str]  # that keep ranks from running there
     num_gpus: int  # that processes see
     used_gpus: list[str]  # for each GPU, how much of its memory is in use; empty if it is free
@@ -53,7 +54,7 @@ def find_facts(shared: Path) -> HostFacts:
     gpus = _find_gpus()
     return HostFacts(
         versions(),
-        hash_code(),
+        shipped_hash(),
         [*_find_problems(shared)],
         len(gpus),
         gpus,
@@ -78,14 +79,6 @@ def read_facts(status: int, output: str, errors: str) -> HostFacts | str:
 def _last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else "no response"
-
-
-def hash_code() -> str:
-    """Return a hash of the runner's own modules."""
-    found = hashlib.sha256()
-    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
-        found.update(path.read_bytes())
-    return found.hexdigest()[:12]
 
 
 def _find_problems(shared: Path) -> Iterator[str]:

@@ -11,8 +11,9 @@ from typing import IO, ClassVar, NamedTuple, Protocol
 from runner.distributed.failures.signals import Stopped, handling_signals, interruptible
 from runner.errors import InputError, Preempted, print_messages
 from runner.launchers.agent import Assignment
-from runner.launchers.host_facts import HostFacts, hash_code, write_hashes
+from runner.launchers.host_facts import HostFacts, write_hashes
 from runner.process.daemon_thread import call_in_daemon
+from runner.records.custom_code import shipped_hash
 from runner.records.frozen_code import code_files
 from runner.records.provenance import versions
 
@@ -87,7 +88,7 @@ def check_machines(machines: Machines, outputs: Path, config_dirs: Sequence[str]
         machines.reserve()
         found = _find_all_facts(machines, shared.name)
     facts, messages = list[HostFacts](), list[str]()
-    own_versions, own_code = versions(), hash_code()
+    own_versions, own_code = versions(), shipped_hash()
     for machine, each in zip(machines.machines, found, strict=True):
         if isinstance(each, HostFacts):
             facts.append(each)

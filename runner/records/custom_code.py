@@ -5,6 +5,7 @@ files, and the paths of their copies.
 """
 
 import ast
+import hashlib
 import importlib.util
 import os
 import sys
@@ -59,6 +60,11 @@ class CustomCode:
     def hash(self) -> str | None:
         """The hash of the names and sources of the modules; None without modules."""
         return hash_of(self._files) if self.modules else None
+
+    @property
+    def hashes(self) -> dict[str, str]:
+        """The SHA-256 of the source of each module, by name."""
+        return {name: hashlib.sha256(source).hexdigest() for name, source in self.sources.items()}
 
     @property
     def _files(self) -> Files:
@@ -172,6 +178,15 @@ def runner_sources() -> dict[str, Path]:
     package = Path(runner.__file__).resolve().parent
     sources = {"runner": package, "hydra_plugins/runner": package.parent / "hydra_plugins" / "runner"}
     return sources | {name: ROOT / name for name in ("conf", "models", "data")}
+
+
+def shipped_hash() -> str:
+    """Return a hash of the sources of the runner, and of the shipped models and data."""
+    found = hashlib.sha256()
+    for name, directory in sorted(runner_sources().items()):
+        for path in sorted(directory.rglob("*.py")) if name != "conf" else []:
+            found.update(f"{name}/{path.relative_to(directory)}".encode() + path.read_bytes())
+    return found.hexdigest()[:12]
 
 
 def _closure(names: Iterable[str]) -> dict[str, bytes]:
