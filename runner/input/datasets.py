@@ -43,7 +43,7 @@ def load_data(config: Config, choices: Mapping[str, str], world: World) -> tuple
 
     train, evaluated = _load_or_download(config.data, world, load)
     try:
-        _check_streams(config, choices, train, evaluated)
+        _check_streams(config, choices, train, evaluated, world.world_size)
         for source in dict.fromkeys((train, evaluated)) if config.keep_samples else ():
             source.cache_samples()
         keeps_shapes = "sample_shape" in config.data
@@ -57,8 +57,10 @@ def load_data(config: Config, choices: Mapping[str, str], world: World) -> tuple
         raise InputError(f"data: its first sample cannot be read{failed_with(error)}") from None
 
 
-def _check_streams(config: Config, choices: Mapping[str, str], train: Source, evaluated: Source) -> None:
-    """Raise InputError if a split is a stream without samples, or if the configuration does not support streams."""
+def _check_streams(
+    config: Config, choices: Mapping[str, str], train: Source, evaluated: Source, world_size: int
+) -> None:
+    """Raise InputError if a stream has no samples or wrong parts, or if the configuration does not support streams."""
     for source in dict.fromkeys((train, evaluated)):
         stream, data = source.dataset, f"data={choices.get('data', config.data['_target_'])}"
         if not isinstance(stream, Stream):
@@ -84,6 +86,8 @@ def _check_streams(config: Config, choices: Mapping[str, str], train: Source, ev
         found, state, _ = stream.load(0, 1)
         if not found:
             raise InputError(f"{data}: its {'train' if source is train else config.split} split has no samples")
+        if stream.can_split and (problem := stream.find_wrong_split(max(2, world_size))):
+            raise InputError(f"{data}: {problem}, or be left out")
         try:
             decode_state(encode_state(state))
         except Exception:  # torch does not load classes that could run code

@@ -72,14 +72,15 @@ class Loader:
         blocks: dict[str, Any] = {name: getattr(source, name, None) for name in ("block_ends", "window")}
         drawn = None if weights is None else read_sample_weights(weights, source)
         shuffles = shuffle and not self.is_stream
-        sampler = replace(sampler, shuffle=shuffles, drop_last=drop_last, weights=drawn, **blocks)
+        splits = self.is_stream and source.dataset.can_split
+        sampler = replace(sampler, shuffle=shuffles, drop_last=drop_last, weights=drawn, interleaves=splits, **blocks)
         if sampler.steps_per_epoch == 0:
             raise ValueError(
                 f"loader.drop_last=true with batch_size={sampler.batch_size} leaves no step of the data's "
                 f"{sampler.num_samples} samples; try batch_size={sampler.num_samples}"
             )
         self.sampler, self.dtype, self.device, self.memory_format = sampler, dtype, device, memory_format
-        self.seed = sampler.seed
+        self.seed, self.num_workers = sampler.seed, num_workers
         self.checksum_steps = 0  # steps of the first epoch whose samples are hashed
         self._position = (0, 0)
         self.stream_position = Position()  # after the last step that was read, or of the loaded checkpoint

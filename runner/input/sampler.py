@@ -38,6 +38,7 @@ class Sampler:
     max_steps: int | None = None  # per epoch; None: all
     weights: torch.Tensor | None = field(default=None, compare=False)  # (num_samples,) float64; None: each sample once
     block_ends: Positions | None = field(default=None, compare=False)  # the samples up to the end of each block
+    interleaves: bool = False  # a rank reads each data_ranks-th position of an epoch, not successive ones
     window: int | None = None  # number of blocks whose samples are shuffled together; None: all
 
     @property
@@ -72,7 +73,7 @@ class Sampler:
         for first in range(first_step, self.steps_per_epoch, num_steps):
             steps = range(first, min(first + num_steps, self.steps_per_epoch))
             local = [positions for step in steps for positions in self.positions(step)]
-            at = np.concatenate([np.arange(each.start, each.stop, dtype=np.uint64) for each in local])
+            at = np.concatenate([np.arange(each.start, each.stop, each.step, dtype=np.uint64) for each in local])
             indices = iter(indices_at(at).tolist())
             for positions in local:
                 yield list(itertools.islice(indices, len(positions)))
@@ -84,6 +85,8 @@ class Sampler:
             return [range(0)] * number
         batch = range(start, start + self.step_size(step))
         parts = [split_range(batch, part, number) for part in range(number)]
+        if self.interleaves:
+            return [part[(self.data_rank - part.start) % self.data_ranks :: self.data_ranks] for part in parts]
         return [split_range(part, self.data_rank, self.data_ranks) for part in parts]
 
     def _order(self, epoch: int) -> Callable[[Positions], Any]:

@@ -3,6 +3,7 @@
 import base64
 import copy
 import io
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,9 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data._utils import worker
 
+from runner.input.checksum import sample_checksum
 from runner.input.rng import EPOCH, SAMPLE, derive_seed, isolated, seed_all, seeded
 from runner.input.sampler import Sampler
 
+SPLIT_RULE = "split(index, count) must yield the samples at the positions p with p % count == index, in their order"
 UNKNOWN_LENGTH = 2**62  # the length of a stream whose dataset has no __len__
 
 
@@ -28,12 +31,13 @@ class Position(NamedTuple):
 class Stream:
     """A dataset that selects the samples of an IterableDataset by position; efficient only for increasing positions.
 
-    Every reader iterates over the whole stream, so all of them agree on positions and on the end without
-    communication. Only the reader that uses a sample decodes it, if the dataset defines `decode`. Random numbers that
-    the dataset draws for a sample depend only on the seed, the epoch and the position.
+    Without `split`, every reader iterates over the whole stream, so all of them agree on positions and on the end
+    without communication. With it, a reader iterates over one part: the samples at the positions p with
+    p % count == index. Only the reader that uses a sample decodes it, if the dataset defines `decode`. Random numbers
+    that the dataset draws for a sample depend only on the seed, the epoch and the position.
     """
 
-    def __init__(self, iterable: Any):
+    def __init__(self, iterable: Any, key: tuple[int, int] = (0, 0)):
         self.iterable = iterable
         self._length = UNKNOWN_LENGTH
         if hasattr(iterable, "__len__"):
@@ -41,11 +45,17 @@ class Stream:
                 self._length = len(iterable)
         self.has_length = self._length != UNKNOWN_LENGTH
         self.is_stateful = hasattr(iterable, "state_dict") and hasattr(iterable, "load_state_dict")
-        self._key = (0, 0)  # epoch, and a number that depends on epoch and seed
+        # Some datasets store the name of their split in an attribute `split`.
+        self.can_split = callable(getattr(iterable, "split", None))
+        self._part = (0, 1)  # index and count
+        self._total: int | None = None  # samples of all parts in this epoch, once counted
+        self._whole: Stream | None = None  # reads samples of other parts, in this epoch
+        self._key = key  # epoch, and a number that depends on epoch and seed
         self._opened_by: int | None = None  # process; two processes must not read from the same open file
-        self._position = 0  # of the next sample that is taken
+        self._position = 0  # of the next sample that is taken, in the part
         self._ahead: list[Any] = []  # a sample that was read only to detect the end of the stream
-        self._first, self._window = 0, list[Any]()  # the samples of the last `load`, not decoded
+        # The samples of the last `load`, not decoded; `_first` is a position in the part.
+        self._first, self._window = 0, list[Any]()
 
     def __len__(self) -> int:
         return self._length
@@ -62,47 +72,103 @@ class Stream:
         """Select an epoch. Its seed is drawn from torch's generator, which the caller has seeded."""
         key = (epoch, int(torch.randint(2**62, ())))
         if key != self._key:
-            self._key, self._opened_by = key, None
+            self._key, self._opened_by, self._whole, self._total = key, None, None, None
         return self
 
+    def use_part(self, index: int, count: int) -> None:
+        """Select the part that `load` reads. A part other than (0, 1) needs a dataset with `split`."""
+        if self._part != (index, count):
+            self._part, self._opened_by = (index, count), None
+
     def __getitem__(self, position: int) -> Any:
-        if not self._first <= position < self._first + len(self._window) or self._opened_by != os.getpid():
+        in_part, index = divmod(position, self._part[1])
+        if index != self._part[0]:
+            return self._read_whole()[position]
+        if not self._first <= in_part < self._first + len(self._window) or self._opened_by != os.getpid():
             self.load(position, 1)
         if not self._window:
             raise IndexError(f"the stream has no sample {position}")
-        sample = self._window[position - self._first]
+        sample = self._window[in_part - self._first]
         return self.iterable.decode(sample) if hasattr(self.iterable, "decode") else sample
 
     def load(self, first: int, count: int, start: Position | None = None) -> tuple[int, Any, bool]:
-        """Read `count` samples from position `first` on, so that `__getitem__` can return them.
+        """Read those of `count` samples from position `first` on that are in the part, for `__getitem__`.
 
-        Return their number, which is less than `count` at the end of the stream, the dataset's state after them, and
-        whether the stream ends there. If `start` has a state and is not after `first`, a new iteration starts there.
-        Raise ValueError if the stream is shorter than its length.
+        Return the number of the samples in all parts, which is less than `count` at the end of the stream, the
+        dataset's state after them, and whether the stream ends there. If `start` has a state and is not after `first`,
+        a new iteration starts there. A part has no state, because another number of parts could not load it. Raise
+        ValueError if the stream is shorter than its length, or the part than its share of the stream.
         """
-        expected = min(count, len(self) - first)
+        expected = max(0, min(count, len(self) - first))
+        index, num_parts = self._part
+        positions = range(first + (index - first) % num_parts, first + expected, num_parts)
+        in_part = positions.start // num_parts
         with _hidden_worker(), isolated():
-            if start is None or start.state is None or start.samples > first:
+            if start is None or start.state is None or start.samples > first or num_parts > 1:
                 start = Position()
-            if self._opened_by != os.getpid() or not start.samples <= self._position <= first:
+            if self._opened_by != os.getpid() or not start.samples <= self._position <= in_part:
                 self._open(start)
-            while self._position < first and self._take(1):
+            while self._position < in_part and self._take(1):
                 pass
-            self._first, self._window = first, self._take(expected)
-            found, state = len(self._window), None
-            if self.is_stateful:
+            self._first, self._window = in_part, self._take(len(positions))
+            is_complete, state = len(self._window) == len(positions), None
+            if self.is_stateful and num_parts == 1:
                 state = copy.deepcopy(self._dataset.state_dict())
             if self.has_length:
-                if found < expected:
+                if not is_complete:
+                    part = "the stream" if num_parts == 1 else f"split({index}, {num_parts})"
                     raise ValueError(
-                        f"the stream ended after {self._position:,} samples, but its length is {len(self):,}; correct "
-                        "__len__, or leave it out"
+                        f"{part} ended after {self._position:,} samples, but the stream's length is {len(self):,}; "
+                        "correct __len__, or leave it out"
                     )
-                return found, state, first + found == len(self)
-            if found == expected:
+                return expected, state, first + expected == len(self)
+            if is_complete:
                 self._ahead = self._take(1)
                 self._position -= len(self._ahead)
-        return found, state, not self._ahead
+            if self._ahead:  # the stream has all samples before this one
+                return expected, state, False
+            total = self._position if num_parts == 1 else self._count_whole()
+        return max(0, min(expected, total - first)), state, first + expected >= total
+
+    def _read_whole(self) -> "Stream":
+        """Return a reader of all parts in this epoch."""
+        if self._whole is None:
+            self._whole = Stream(self.iterable, self._key)
+        return self._whole
+
+    def _count_whole(self) -> int:
+        """Return the number of samples in all parts after this part has ended. Raise ValueError if that is impossible.
+
+        All ranks count the same number, without communication, in one iteration over the whole stream per epoch.
+        """
+        index, num_parts = self._part
+        if self._total is None:
+            self._total = Stream(self.iterable, self._key).count(self._position * num_parts + index + 1)
+        if self._position != len(range(index, self._total, num_parts)):
+            raise ValueError(
+                f"split({index}, {num_parts}) ended after {self._position:,} samples, but the stream has at least "
+                f"{self._total:,}; {SPLIT_RULE}"
+            )
+        return self._total
+
+    def count(self, most: int) -> int:
+        """Return the number of samples of the part, or `most` if it has more."""
+        with _hidden_worker(), isolated():
+            self._open(Position())
+            while self._position < most and self._take(1):
+                pass
+        return self._position
+
+    def find_wrong_split(self, count: int) -> str | None:
+        """Return why the first samples of a part are not those of the stream, or None if they are."""
+        whole = self._read_whole()
+        for index in sorted({0, 1, count - 1}):
+            part = Stream(self.iterable)
+            part.use_part(index, count)
+            for position in (index, index + count):
+                if _differs(part, whole, position):
+                    return f"split({index}, {count}) does not return the sample at position {position}; {SPLIT_RULE}"
+        return None
 
     def _open(self, start: Position) -> None:
         """Start an iteration on a copy, because an iteration may change the dataset, and objects in it."""
@@ -112,6 +178,8 @@ class Stream:
             except Exception:  # it contains an object that cannot be copied, such as an open file
                 dataset = copy.copy(self.iterable)
             self._dataset = dataset.in_epoch(self._key[0]) if hasattr(dataset, "in_epoch") else dataset
+            if self._part[1] > 1:
+                self._dataset = self._dataset.split(*self._part)
             if start.samples:
                 self._dataset.load_state_dict(copy.deepcopy(start.state))
             self._samples = iter(self._dataset)
@@ -121,7 +189,9 @@ class Stream:
         """Return the next samples; fewer at the end of the stream."""
         taken, self._ahead = self._ahead[:count], self._ahead[count:]
         while len(taken) < count:
-            seed_all(derive_seed(*self._key, self._position + len(taken), SAMPLE))
+            index, num_parts = self._part
+            position = (self._position + len(taken)) * num_parts + index
+            seed_all(derive_seed(*self._key, position, SAMPLE))
             try:
                 taken.append(next(self._samples))
             except StopIteration:
@@ -153,15 +223,18 @@ class StepReader:
         first = step * sampler.batch_size
         with seeded(sampler.seed, epoch, EPOCH):
             stream.in_epoch(epoch)
+        if sampler.interleaves:
+            stream.use_part(sampler.data_rank or 0, sampler.data_ranks)
         found, state, is_last = stream.load(first, sampler.batch_size, start)
         position = Position(first + found, state)
         if not found:
             return StepSamples([], [], 0, position, True, [])
         parts = [list(part) for part in replace(sampler, num_samples=first + found).positions(step)]
         batches, checksums = [], list[float]()
+        stand_in = next((part[0] for part in parts if part), 0) if sampler.interleaves else first
         for part in parts:
             of_part: list[float] | None = [] if is_hashed else None
-            batches.append(self.source.read(part, epoch, sampler.seed, first, of_part))
+            batches.append(self.source.read(part, epoch, sampler.seed, stand_in, of_part))
             checksums += of_part or []
         return StepSamples(batches, parts, found, position, is_last, checksums)
 
@@ -176,6 +249,15 @@ def encode_state(state: Any) -> str:
 def decode_state(encoded: str) -> Any:
     """Return an encoded state_dict. Raise an exception for types that could run code."""
     return torch.load(io.BytesIO(base64.b64decode(encoded)), weights_only=True)
+
+
+def _differs(part: Stream, whole: Stream, position: int) -> bool:
+    """Return True if the readers do not have the same sample at a position. NaN, an unknown checksum, is equal."""
+    checksums = []
+    for stream in (part, whole):
+        with seeded(position):
+            checksums.append(sample_checksum(stream[position]) if stream.load(position, 1)[0] else -1.0)
+    return checksums[0] != checksums[1] and not any(map(math.isnan, checksums))
 
 
 @contextmanager

@@ -250,8 +250,18 @@ def _size_of(loader: Loader) -> str:
 
 
 def _describe_stream(loader: Loader) -> str:
-    resumes = "loads the state of the stream" if loader.dataset.is_stateful else "reads again and skips what was used"
-    return f"stream   the samples of a step are the same on any number of ranks and workers; a resumed run {resumes}"
+    """Return the line about what reading a stream costs."""
+    stream, num_ranks, num_workers = loader.dataset.dataset, loader.sampler.data_ranks, loader.num_workers
+    is_split = stream.can_split and num_ranks > 1
+    loads = stream.is_stateful and not is_split
+    resumes = "loads the state of the stream" if loads else "reads again and skips what was used"
+    readers = quantity(num_ranks, "rank") + (f" x {quantity(num_workers, 'worker')}" if num_workers else "")
+    part = f"1/{num_ranks} of it" if is_split else "all of it"
+    hint = "; split(index, count) of the dataset would divide it" if num_ranks > 1 and not is_split else ""
+    return (
+        f"stream   the samples of a step are the same on any number of ranks and workers; each of {readers} reads "
+        f"{part}{hint}; a resumed run {resumes}"
+    )
 
 
 def name_classes(dataset: Any) -> str:

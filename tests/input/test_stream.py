@@ -1,5 +1,6 @@
 """Runs with an IterableDataset: the numbers of a map-style dataset, resuming, and refusals."""
 
+import copy
 import json
 import os
 import threading
@@ -88,6 +89,46 @@ class Stateful(Walk):
 class Unsafe(Stateful):
     def state_dict(self) -> dict[str, Any]:
         return {"number": self.number, "path": Path("somewhere")}
+
+
+class Split(Toy):
+    """The samples of data=toy, which parts read without reading the others; the file `parts` lists the samples."""
+
+    part = (0, 1)
+
+    def split(self, index: int, count: int) -> "Split":
+        part = copy.copy(self)
+        part.part = (index, count)
+        return part
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(self.part[0], len(self.samples), self.part[1]):
+            if self.part[1] > 2:
+                with Path(f"part-{self.part[0]}-{self.part[1]}-{os.getpid()}").open("a") as file:
+                    file.write(f"{number}\n")
+            yield self.samples[number]
+
+
+class SplitSized(Split):
+    def __len__(self) -> int:
+        return len(self.samples)
+
+
+class Contiguous(Split):
+    """Splits into contiguous parts."""
+
+    def __iter__(self) -> Iterator[Any]:
+        index, count = self.part
+        size = len(self.samples)
+        return (self.samples[number] for number in range(index * size // count, (index + 1) * size // count))
+
+
+class Shortened(Split):
+    """Returns correct parts, without their last samples."""
+
+    def __iter__(self) -> Iterator[Any]:
+        end = len(self.samples) - (30 if self.part[1] > 1 else 0)
+        return (self.samples[number] for number in range(self.part[0], end, self.part[1]))
 
 
 class Empty(Walk):
@@ -199,11 +240,59 @@ def test_a_resumed_run_reads_the_same_samples(kind: str, tmp_path: Path, monkeyp
     assert ("loads the state of the stream" in log) == (kind == "Stateful")
 
 
+@pytest.mark.parametrize("kind", ["Split", pytest.param("SplitSized", marks=pytest.mark.thorough)])
+def test_each_rank_reads_its_part_of_a_stream_that_can_be_split(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last step of an epoch has one sample, so two of three ranks have none; the run resumes on two ranks."""
+    monkeypatch.chdir(tmp_path)
+    whole = train(tmp_path / "whole", 1, kind, "micro_batches=2")
+    three = train(tmp_path / "three", 3, kind, "micro_batches=2", "loader.num_workers=1")
+    assert_equal(three, whole)
+    assert samples_of(three) == samples_of(whole)
+    for path in tmp_path.glob("part-*-3-*"):
+        index = int(path.name.split("-")[1])
+        assert {int(line) % 3 for line in path.read_text().split()} == {index}
+    assert len(list(tmp_path.glob("part-*-3-*"))) >= 3
+    assert "each of 3 ranks x 1 worker reads 1/3 of it" in (three.path / "log.txt").read_text()
+    first = train(tmp_path / "first", 3, kind, "micro_batches=2", "max_steps=4")
+    again = run(tmp_path / "again", 2, f"resume={first.path}", "max_steps=10", "loader.num_workers=2")
+    assert samples_of(again) == samples_of(whole)
+    assert again.result["metrics"] == pytest.approx(whole.result["metrics"], rel=1e-9)
+
+
+def test_a_part_that_is_too_short_is_refused() -> None:
+    stream = Stream(Shortened(True))
+    stream.use_part(1, 2)
+    with pytest.raises(
+        ValueError, match=r"split\(1, 2\) ended after 75 samples, but the stream has at least 152; split"
+    ):
+        stream.load(140, 20)
+
+
+def test_the_end_of_parts_is_that_of_the_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank finds the size of each step and the last step, for all remainders of the length."""
+    monkeypatch.chdir(tmp_path)
+    for length in range(1, 14):
+        dataset = Split(True)
+        dataset.samples = [(torch.tensor([number]), number) for number in range(length)]  # type: ignore[assignment]
+        for count in (1, 2, 3):
+            for index in range(count):
+                stream = Stream(dataset)
+                stream.use_part(index, count)
+                for first in range(0, length + 4, 4):
+                    left = max(0, length - first)
+                    assert stream.load(first, 4)[::2] == (min(4, left), left <= 4), (length, count, index, first)
+                    for position in range(first, first + min(4, left)):
+                        assert stream[position][1] == position
+
+
 def test_a_stream_that_is_shorter_than_its_length_fails() -> None:
     with seeded(0):
         stream = Stream(Overrated(True)).in_epoch(0)
     assert stream.load(170, 10)[::2] == (10, False)
-    with pytest.raises(ValueError, match="the stream ended after 181 samples, but its length is 362; correct __len__"):
+    message = "the stream ended after 181 samples, but the stream's length is 362; correct __len__"
+    with pytest.raises(ValueError, match=message):
         stream.load(180, 10)
 
 
@@ -257,6 +346,12 @@ def test_the_drawn_predictions_show_the_samples_that_were_evaluated() -> None:
         ("Toy", ["scheduler=step"], "scheduler=step counts epochs, and data=mine is a stream without a length"),
         ("Unsafe", [], "data=mine: its state_dict cannot be stored; use only tensors"),
         ("Walk", ["eval_batches=null"], "eval_batches=null: data=mine is a stream without a length; define __len__"),
+        (
+            "Contiguous",
+            [],
+            r"data=mine: split\(0, 2\) does not return the sample at position 2; split\(index, count\) must yield the "
+            "samples at the positions p with p % count == index, in their order, or be left out",
+        ),
         ("Empty", [], "data=mine: its train split has no samples"),
     ],
 )
