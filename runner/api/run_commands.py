@@ -9,11 +9,13 @@ from typing import Any, NoReturn
 from rich import filesize
 
 from runner.api import manage
+from runner.checkpoints.pull import ALL, pull
 from runner.errors import InputError, did_you_mean, nearest, printable
 from runner.records import listing
 from runner.records.finding import find_records
 from runner.records.run_files import dumps
 from runner.records.tables import text_table
+from runner.remote.address import is_remote
 
 LIMIT = 50
 _ABOUT = """\
@@ -32,6 +34,9 @@ def run_command(arguments: Sequence[str]) -> int:
         args = parser.parse_args(arguments or ["--help"])
     except SystemExit:  # --help has been printed
         return 0
+    changed = [args.run] if args.action in (_tag, _stop) else args.runs if args.action in (_archive, _delete) else []
+    if remote := [run for run in changed if is_remote(run)]:
+        raise InputError(f"RUN={remote[0]}: only list, show and pull accept an address; use the tools of the store")
     return args.action(args) or 0
 
 
@@ -118,11 +123,14 @@ def _parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
     add("archive", _archive, "do not list runs any more; they stay in their directories", "runs", restore="list them")
     add("stop", _stop, "send the signal that saves a checkpoint and ends the run", "run")
     add("delete", _delete, "delete runs and sweeps that are not in progress", "runs", yes="do not ask")
+    command = add("pull", _pull, "copy the runs at an address, which has credentials and endpoint in the environment")
+    command.add_argument("address", metavar="ADDRESS", help="a run or a directory of runs: s3://bucket/prefix")
+    command.add_argument("directory", nargs="?", metavar="DIR", help="the directory of the copy (~/.cache/...)")
     return parser, {**commands.choices}
 
 
 def _list(args: Namespace) -> None:
-    folder, skipped = Path(args.folder), list[str]()
+    folder, skipped = _local(args.folder, "runs list"), list[str]()
     if not folder.is_dir():
         raise InputError(f"runs list {folder}: no such directory; name one that contains runs, such as outputs")
     listed = listing.list_entries(folder, args.jobs, skipped)
@@ -141,7 +149,18 @@ def _list(args: Namespace) -> None:
         print(printable(line), file=sys.stderr)
 
 
+def _local(text: str, command: str) -> Path:
+    """Return the path, or the directory of the copy of the records at an address, without checkpoints."""
+    return pull(text, command, None) if is_remote(text) else Path(text)
+
+
+def _pull(args: Namespace) -> None:
+    directory = Path(args.directory).absolute() if args.directory else None
+    print(f"copied to {pull(args.address, 'runs pull', (ALL,), directory=directory)}")
+
+
 def _show(args: Namespace) -> None:
+    args.run = str(_local(args.run, "runs show"))
     if args.json:
         print(dumps(manage.show(args.run, args.outputs), indent=1))
         return

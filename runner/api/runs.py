@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from runner.checkpoints.layout import BEST, LAST, find_checkpoint
+from runner.checkpoints.pull import pull
 from runner.config.custom_dirs import fresh_imports
 from runner.errors import InputError, as_input_error, printable
 from runner.records.compared_runs import current_run, varied_keys
@@ -22,6 +23,7 @@ from runner.records.run_record import RunRecord, current_state, find_run
 from runner.records.settings import CONFIG, OVERRIDES
 from runner.records.start_time import in_order
 from runner.records.tables import as_number, format_number
+from runner.remote.address import is_remote
 
 if TYPE_CHECKING:
     import torch
@@ -165,7 +167,8 @@ def open_run(path: str | Path, trust: bool = False) -> Run:
     """Return the run in a directory. Raise InputError if it contains none.
 
     Args:
-        path: the run directory; "last" is the newest training run in outputs/run, as run=last on the command line.
+        path: the run directory, or its address such as s3://bucket/prefix/run/20261120-192348, of which a local copy is
+            made; "last" is the newest training run in outputs/run, as run=last on the command line.
         trust: allow `model` to use another user's run directory, which chooses the code to import.
     """
     if str(path) == "last":
@@ -174,6 +177,8 @@ def open_run(path: str | Path, trust: bool = False) -> Run:
         if newest is None:
             raise InputError(f"open_run('last'): there is no training run in {directory}; name the run directory")
         return Run(newest, trust)
+    if is_remote(path):
+        path = pull(str(path), "open_run")
     if not Path(path, OVERRIDES).is_file():
         raise InputError(f"{path} is no run directory; runner.runs(DIRECTORY) lists the runs below a directory")
     return Run(path, trust)
@@ -184,6 +189,8 @@ def runs(folder: str | Path = "outputs") -> list[Run]:
 
     Raise InputError if the directory does not exist. Warn about directories that are not readable.
     """
+    if is_remote(folder):
+        folder = pull(str(folder), "runs")
     if not Path(folder).is_dir():
         raise InputError(f"{folder} is no directory; name one that contains runs, such as outputs")
     skipped: list[str] = []

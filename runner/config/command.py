@@ -8,7 +8,7 @@ from hydra.core.plugins import Plugins
 from runner.config.compose import checked, compose, prepared_hydra
 from runner.config.custom_dirs import add_to_path
 from runner.config.diagnostics.overrides import refuse_overrides
-from runner.config.pointers import named_directory
+from runner.config.pointers import named_directory, with_addresses
 from runner.config.recorded_code import importing_code_of
 from runner.config.request import Request
 from runner.config.resume import STOP_ON_FAILURE, Arguments, add_recorded
@@ -26,7 +26,10 @@ def composing(overrides: list[str], config_dirs: list[str], multirun: bool) -> I
     add_to_path(arguments.config_dirs)
     _register_sweepers()
     with run_in_progress(), prepared_hydra(arguments.config_dirs), importing_code_of(arguments.code_of):
-        yield arguments
+        try:
+            yield arguments
+        except InputError as error:
+            raise InputError(*(with_addresses(message, overrides) for message in error.messages)) from None
 
 
 def prepare(arguments: Arguments, rank_info: RankInfo, words: Sequence[str]) -> Request:

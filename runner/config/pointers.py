@@ -1,19 +1,21 @@
 """The directory that resume=, fork= or run= names: how it is found, and how it is written as an override."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.types import Quote, QuotedString
 
-from runner.checkpoints.layout import LAST, find_checkpoint
+from runner.checkpoints.layout import BEST, LAST, find_checkpoint
+from runner.checkpoints.pull import pull
 from runner.config.diagnostics.keys import key_of
 from runner.errors import InputError
 from runner.records.finding import check_is_record, newest_record, newest_training_run
 from runner.records.ledger import LEDGER, is_sweep
 from runner.records.run_directory import CHECKPOINTS
 from runner.records.settings import OVERRIDES
+from runner.remote.address import Address, is_remote, local_outputs
 
 ANY_NAME = "*"  # resume=last name=* resumes the newest run of all names
 
@@ -29,12 +31,16 @@ _NEWEST: dict[str, Callable[[list[Path]], Path | None]] = {
 def find_directory(key: str, values: Mapping[str, Any], kind: str = "run") -> Path:
     """Return the directory that the key names; `kind` is a key of `_NEWEST`."""
     value, file = str(values[key]), LEDGER if kind == "sweep" else OVERRIDES
+    if key == "resume" and (is_remote(value) or (value == LAST and is_remote(values.get("outputs")))):
+        raise InputError(f"{key}={value}: a run at an address is only read; continue it in a new run by fork=")
+    if is_remote(value):
+        return _local_copy(value, key, values, kind)
+    if value == LAST and is_remote(outputs := str(values.get("outputs", "outputs"))):
+        path = _find_newest(key, values, kind)
+        address = Address.parse(outputs) / path.relative_to(_local_outputs(values)).as_posix()
+        return _local_copy(str(address), key, values, kind, is_optional=True)  # it may not be uploaded yet
     if value == LAST:
-        outputs, name = Path(str(values.get("outputs", "outputs"))).absolute(), str(values.get("name", "run"))
-        parents = [path for path in outputs.glob("*") if path.is_dir()] if name == ANY_NAME else [outputs / name]
-        if (path := _NEWEST[kind](parents)) is None:
-            raise InputError(f"{key}=last: there is no {kind} under {outputs / name}; set name=, outputs= or {key}=DIR")
-        return path
+        return _find_newest(key, values, kind)
     path = Path(value).absolute()
     if kind == "sweep or run":
         check_is_record(path, key)
@@ -45,6 +51,60 @@ def find_directory(key: str, values: Mapping[str, Any], kind: str = "run") -> Pa
         what = f"no {kind} directory (it has no {file})" if path.is_dir() else "no directory"
         raise InputError(f"{key}={value} is {what}; name one under outputs/, or {key}=last")
     return path
+
+
+def _find_newest(key: str, values: Mapping[str, Any], kind: str) -> Path:
+    """Return the newest directory of the name in `values`, without its checkpoints if `outputs` is an address."""
+    outputs, name = str(values.get("outputs", "outputs")), str(values.get("name", "run"))
+    directory = _local_outputs(values)
+    shown = str(directory / name)
+    if is_remote(outputs):
+        shown = str(Address.parse(outputs) / ("" if name == ANY_NAME else name))
+        pull(shown, "outputs", None, _remote_options(values), _local_dir(values), is_optional=True)
+    parents = [path for path in directory.glob("*") if path.is_dir()] if name == ANY_NAME else [directory / name]
+    if (path := _NEWEST[kind](parents)) is None:
+        raise InputError(f"{key}=last: there is no {kind} under {shown}; set name=, outputs= or {key}=DIR")
+    return path
+
+
+def _local_copy(value: str, key: str, values: Mapping[str, Any], kind: str, is_optional: bool = False) -> Path:
+    """Return the local copy of the run or sweep at an address, with the checkpoints that the command needs."""
+    named = values.get("checkpoint.load")
+    checkpoints = None if kind == "sweep or run" else (LAST, BEST, *([str(named)] if named else []))
+    path = pull(value, key, checkpoints, _remote_options(values), _local_dir(values), is_optional=is_optional)
+    if not (is_sweep(path) or (path / OVERRIDES).is_file()):
+        raise InputError(f"{key}={value} is no run directory (it has no {OVERRIDES}); name one below it, or {key}=last")
+    if is_sweep(path) and kind == "run":
+        raise InputError(f"{key}={value} is a sweep; {'add -m' if key == 'resume' else 'name a job'}")
+    if kind == "sweep" and not is_sweep(path):
+        raise InputError(f"{key}={value} is no sweep directory (it has no {LEDGER})")
+    return path
+
+
+def _remote_options(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of the object store that the overrides of the command set."""
+    given = values.get("remote.options")
+    prefix = "remote.options."
+    single = {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
+    return {**({str(name): value for name, value in given.items()} if isinstance(given, dict) else {}), **single}
+
+
+def _local_dir(values: Mapping[str, Any]) -> str | None:
+    found = values.get("remote.local_dir")
+    return None if found is None else str(found)
+
+
+def _local_outputs(values: Mapping[str, Any]) -> Path:
+    return local_outputs(str(values.get("outputs", "outputs")), _local_dir(values))
+
+
+def with_addresses(message: str, overrides: Iterable[str]) -> str:
+    """Return the message with the addresses of the overrides instead of the directories of their copies."""
+    values = {key: value.strip("'\"") for key, _, value in (override.partition("=") for override in overrides)}
+    for value in filter(is_remote, values.values()):
+        copy = Address.parse(value).local_directory(_local_dir(values))
+        message = message.replace(str(copy), value)
+    return message
 
 
 def named_directory(run_id: str | None, name: str, outputs: str) -> Path | None:
@@ -60,7 +120,8 @@ def check_location(path: Path, values: Mapping[str, Any]) -> None:
         raise InputError(f"run_id={values['run_id']} {rule}")
     if str(values.get("name", parent.name)) != parent.name:
         raise InputError(f"name={values['name']} {rule}")
-    if Path(str(values.get("outputs", parent.parent))).resolve() != parent.parent.resolve():
+    outputs = _local_outputs(values) if "outputs" in values else parent.parent
+    if outputs.resolve() != parent.parent.resolve():
         raise InputError(f"outputs={values['outputs']} {rule}")
 
 

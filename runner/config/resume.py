@@ -17,7 +17,14 @@ from omegaconf.errors import OmegaConfBaseException
 from runner.checkpoints.layout import LAST, lacks_base
 from runner.config.custom_dirs import absolute_dirs
 from runner.config.diagnostics.keys import key_of
-from runner.config.pointers import ANY_NAME, check_location, find_directory, pin_checkpoint, pointer_to, quote
+from runner.config.pointers import (
+    ANY_NAME,
+    check_location,
+    find_directory,
+    pin_checkpoint,
+    pointer_to,
+    quote,
+)
 from runner.config.recorded_code import CURRENT, RECORDED
 from runner.config.texts import keep_text
 from runner.config.trust import check_trusted
@@ -30,6 +37,7 @@ from runner.records.run_directory import CHECKPOINTS
 from runner.records.run_files import read_string_list
 from runner.records.run_record import find_run
 from runner.records.settings import CONFIG_DIR, OVERRIDES, split_words
+from runner.remote.address import is_remote
 
 ALIASES = {"checkpoint": "checkpoint.load", "init_from": "init_from.path", "diff.with": "diff.other"}
 # These tasks read directories as data: no recorded override is composed. Each maps to the kind of its directories.
@@ -296,6 +304,8 @@ def _shared_code(run: Override, values: Mapping[str, Any], config_dirs: list[str
     runs = list(run.sweep_string_iterator()) if run.is_discrete_sweep() else [str(run.value())]
     found, code_of = [], None
     for value in (run.strip("'\"") for run in runs):
+        if is_remote(value):
+            raise InputError(f"{key}={value}: the jobs of a sweep read local directories; type runs pull {value} first")
         named, path = f"{key}={value}", find_directory(key, {**values, key: value})
         recorded = read_arguments(path, named, values.get("trust"))[1]
         code_of = _code_of(path, values) if key == "run" else None
@@ -321,6 +331,8 @@ def _read_records(command: _Command, kind: str) -> Arguments:
     values = command.values
     others = values.get("report.runs")
     for path in others if isinstance(others, list) else []:
+        if is_remote(path):
+            raise InputError(f"report.runs={path}: a list must name local directories; type runs pull {path} first")
         check_is_record(Path(str(path)).absolute(), "report.runs")
     if values.get("run") is None:
         return command.unchanged()

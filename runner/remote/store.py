@@ -96,7 +96,9 @@ class ObjectStore:
         texts = {name: value for name, value in (options or {}).items() if value is not None}
         client = {name: texts.pop(name) for name in CLIENT_OPTIONS if name in texts}
         retries = {"max_retries": 6, "retry_timeout": timedelta(seconds=40)}
-        given: dict[str, Any] = {**texts, "client_options": client, "retry_config": retries}
+        given: dict[str, Any] = {**texts, "retry_config": retries}
+        if client:  # an empty mapping would hide the environment, such as AWS_ALLOW_HTTP
+            given["client_options"] = client
         try:
             self._store = store.from_url(address.store, **({} if address.scheme == "file" else given))
         except (obstore.exceptions.BaseError, ValueError, TypeError) as error:
