@@ -108,7 +108,7 @@ def check_resumable(config: Config, choices: Mapping[str, str | None]) -> list[s
     try:
         if config.resume:
             return _check_resumed(f"resume={config.resume}", Path(config.resume), config, choices)
-        run = named_directory(config.run_id, config.name, config.outputs)
+        run = named_directory(config.run_id, config.name, config.local_outputs)
         if run and is_sweep(run):
             return [f"run_id={config.run_id} is a sweep; add -m to resume it, or type another run_id"]
         if run and "/" in str(config.run_id) and not is_sweep(run.parent):

@@ -39,7 +39,7 @@ def prepare(arguments: Arguments, rank_info: RankInfo, words: Sequence[str]) -> 
     if config.sweep.stop_on_failure:
         raise InputError(f"{STOP_ON_FAILURE}=true needs a sweep; add -m")
     choices = dict(cfg.hydra.runtime.choices)
-    named = named_directory(config.run_id, config.name, config.outputs)
+    named = named_directory(config.run_id, config.name, config.local_outputs)
     return Request(
         config,
         Command(tuple(arguments.recorded), tuple(arguments.config_dirs), tuple(words), choices),

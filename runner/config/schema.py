@@ -9,6 +9,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
 from runner.config.rules import AtLeast, Between, OneOf, Rule
+from runner.remote.address import local_outputs
 
 SPLITS = ("train", "val", "test")  # of a dataset
 DEBUG_BATCHES = 3  # with debug=true, of each training epoch and each evaluation
@@ -203,6 +204,11 @@ class Config:
     split: Annotated[str, OneOf(SPLITS)] = "val"
     remote: Remote = field(default_factory=Remote)
     outputs: str = "outputs"  # the last key is no section, so that a truncated config.yaml lacks a key
+
+    @property
+    def local_outputs(self) -> str:
+        """The absolute path of the directory of the runs, which is a local copy if `outputs` is an address."""
+        return str(local_outputs(self.outputs, self.remote.local_dir))
 
 
 ConfigStore.instance().store(name="schema", node=Config)

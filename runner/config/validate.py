@@ -15,7 +15,9 @@ from runner.config.diagnostics.pattern_options import check_optimizer_groups, ch
 from runner.config.diagnostics.signature import check_options, provided
 from runner.config.diagnostics.type_hints import show
 from runner.config.schema import GROUPS, NAMED_GROUPS, OF_TASKS, RULES, SECTIONS, Config
-from runner.errors import near_hint
+from runner.errors import InputError, near_hint, require_packages
+from runner.remote.address import Address, is_remote
+from runner.remote.store import secret_options
 
 AUTO = "auto"
 # Keys that have no effect without another key, and an example of the other key.
@@ -185,18 +187,35 @@ def check_values(config: Config) -> list[str]:
             )
     if not config.outputs:
         messages.append("outputs= must be the path of a directory; try outputs=outputs")
+    elif is_remote(config.outputs):
+        messages.extend(_check_remote(config))
     elif (unwritable := check_outputs(config.outputs)) and not _is_remote(config.launcher):
         messages.extend(unwritable)
     return messages
 
 
-def check_outputs(outputs: str) -> list[str]:
+def _check_remote(config: Config) -> list[str]:
+    """Return a message for each reason why the runs cannot be mirrored to an address, without connecting to it."""
+    try:
+        address = Address.parse(config.outputs)
+        if not isinstance(options := config.remote.options or {}, Mapping):
+            raise InputError(
+                f"remote.options={show(options)} must be a mapping; try remote.options={{region: us-east-1}}"
+            )
+        require_packages(f"outputs={config.outputs}", "remote", "obstore")
+    except InputError as error:
+        return error.messages
+    local = check_outputs(config.local_outputs, "remote.local_dir")
+    return secret_options(options, address.scheme) or local
+
+
+def check_outputs(outputs: str, key: str = "outputs") -> list[str]:
     """Return a message unless the directory is writable, or can be created."""
     path = Path(outputs).absolute()
     existing = next(each for each in (path, *path.parents) if each.exists())
     if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
         return []
-    return [f"outputs={outputs} must be writable, but {existing} is no writable directory"]
+    return [f"{key}={outputs} must be writable, but {existing} is no writable directory"]
 
 
 def _is_remote(launcher: Mapping[str, Any]) -> bool:

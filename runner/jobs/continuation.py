@@ -19,6 +19,7 @@ from runner.checkpoints.layout import (
 )
 from runner.config.changes import changed_since, differs_from
 from runner.config.request import Request
+from runner.config.schema import Config
 from runner.distributed.world import World
 from runner.errors import InputError, as_input_error, describe_system_error
 from runner.input.stream import UNKNOWN_LENGTH
@@ -29,6 +30,8 @@ from runner.records.run_files import METRICS, check_links, copy_file, read_mappi
 from runner.records.run_lock import DEAD_AFTER_S
 from runner.records.run_record import DONE, RESULT, find_run
 from runner.records.settings import CONFIG, OVERRIDES
+from runner.remote.address import Address, is_remote
+from runner.remote.mirror_process import MirrorProcess, report_left
 from runner.training.build import Experiment
 
 
@@ -100,6 +103,33 @@ def find_finished(request: Request) -> dict[str, float] | None:
     return run.metrics
 
 
+@contextmanager
+def mirrored(config: Config, world: World) -> Iterator[MirrorProcess | None]:
+    """Start the process that mirrors the run on rank 0 if `outputs=` is an address. All ranks must call it.
+
+    At the end, wait until all is uploaded, or until the store has failed for remote.patience_s. Raise InputError if the
+    store cannot be used, and JobFailed if the run ended well but files could not be uploaded.
+    """
+    if not is_remote(config.outputs):
+        yield None
+        return
+    mirror: MirrorProcess | None = None
+
+    def start() -> bool:
+        nonlocal mirror
+        mirror = MirrorProcess(config.outputs, config.remote.options or {}, config.remote.patience_s)
+        return True
+
+    is_successful = False
+    try:
+        world.consensus.broadcast("mirror", start)
+        yield mirror
+        is_successful = True
+    finally:
+        if mirror is not None:
+            report_left(mirror.end(), is_successful)
+
+
 def agree_on_directory(request: Request, world: World) -> Path:
     """Return the run directory, which rank 0 creates for a new run. All ranks must call it.
 
@@ -115,7 +145,7 @@ def agree_on_directory(request: Request, world: World) -> Path:
             with as_input_error(f"fork={config.fork}: "):
                 start = choose_checkpoint(Path(config.fork, CHECKPOINTS), config.checkpoint.load)
         try:
-            directory = destination.directory or str(new_directory(config.outputs, config.name))
+            directory = destination.directory or str(new_directory(config.local_outputs, config.name))
             os.makedirs(directory, exist_ok=True)
             if start is not None:
                 copy_start(start, Path(directory))
@@ -152,12 +182,20 @@ def locked(directory: RunDirectory, request: Request, world: World) -> Iterator[
                 parallel=request.command.choices["parallel"],
                 changed=changed,
             )
+            if directory.mirror is not None:
+                directory.mirror.begin(directory.path, _address_of(directory.path, request.config))
+        except InputError:
+            directory.release()
+            raise
         except (OSError, RuntimeError) as error:
             raise InputError(describe_system_error(error) or f"{directory.path} cannot be locked: {error}") from None
         return str(directory.attempt.number)
 
-    timeout_s = world.consensus.timeout_s
-    world.consensus.timeout_s = max(timeout_s, 2 * DEAD_AFTER_S)  # for the heartbeat of an owner on another machine
+    timeout_s, remote = world.consensus.timeout_s, request.config.remote
+    wait_s = 2 * DEAD_AFTER_S  # for the heartbeat of an owner on another machine
+    if is_remote(request.config.outputs):
+        wait_s += remote.patience_s  # for the uploads of a run that was killed
+    world.consensus.timeout_s = max(timeout_s, wait_s)
     try:
         with as_input_error():
             world.consensus.keep_for_restart("locked", world.consensus.broadcast("locked", lock))
@@ -167,6 +205,16 @@ def locked(directory: RunDirectory, request: Request, world: World) -> Iterator[
         yield
     finally:
         directory.release()
+
+
+def _address_of(directory: Path, config: Config) -> Address:
+    """Return the address to which a run directory is mirrored. Raise InputError if it is a copy in another place."""
+    outputs = Path(config.local_outputs)
+    if not directory.is_relative_to(outputs):
+        raise InputError(
+            f"outputs={config.outputs}: {directory} is not its local copy, which is in {outputs}; resume the address"
+        )
+    return Address.parse(config.outputs) / directory.relative_to(outputs).as_posix()
 
 
 @dataclass(frozen=True)

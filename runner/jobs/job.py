@@ -30,7 +30,7 @@ from runner.errors import (
 )
 from runner.input.sampler import count_steps
 from runner.jobs.compile_cache import check_compile_caches, separate_by_cpu
-from runner.jobs.continuation import agree_on_directory, check_directory, count_samples, find_finished, locked
+from runner.jobs.continuation import agree_on_directory, check_directory, count_samples, find_finished, locked, mirrored
 from runner.jobs.equal_input import check_equal
 from runner.jobs.micro_batches import (
     RAN_OUT,
@@ -46,6 +46,7 @@ from runner.records.console import LOGS, logging_to
 from runner.records.output import copying_output
 from runner.records.run_directory import RunDirectory
 from runner.records.run_record import DONE, RunRecord, report_failure, watch_outcome
+from runner.remote.mirror_process import MirrorProcess
 from runner.training.build import Experiment, build
 from runner.training.model.initial_weights import find_initial_weights
 
@@ -88,7 +89,10 @@ def _run_once(
     try:
         if (metrics := _metrics_if_finished(request, world)) is not None:
             return metrics
-        return _check(request, world) if checks_only else _run(request, world, may_double)
+        if checks_only:
+            return _check(request, world)
+        with mirrored(request.config, world) as mirror:
+            return _run(request, world, may_double, mirror)
     except (InputError, Preempted, JobFailed) as error:
         raised = error.with_traceback(None)
         raised.__context__ = raised.__cause__ = None
@@ -123,14 +127,14 @@ def _metrics_if_finished(request: Request, world: World) -> dict[str, float] | N
     return metrics
 
 
-def _run(request: Request, world: World, may_double: bool | None) -> dict[str, float]:
+def _run(request: Request, world: World, may_double: bool | None, mirror: MirrorProcess | None) -> dict[str, float]:
     config, choices = request.config, request.command.choices
     world.consensus.load_kept()
     task, experiment, crashed = _agree_on_input(request, world)
     if experiment is not None and may_double is not None:
         experiment.warnings.extend(describe_choice(config.micro_batches, experiment))
     directory = RunDirectory(agree_on_directory(request, world), writes=world.rank == 0)
-    directory.pruner = request.pruner
+    directory.pruner, directory.mirror = request.pruner, mirror
     report_late = partial(report_failure, directory.path)
     world.shutdown.begin_run(directory.path / LOGS, report_late, watch_outcome(directory.path), bool(may_double))
     with locked(directory, request, world), logging_to(world.rank, directory.path) as console:

@@ -36,13 +36,13 @@ class AgentWorld:
 def outputs_of(request: Request) -> Path:
     """Return the absolute path of the directory in which the run has its own, which all machines must see."""
     directory = request.destination.directory
-    return Path(directory).absolute().parent if directory else Path(request.config.outputs).absolute()
+    return Path(directory).absolute().parent if directory else Path(request.config.local_outputs)
 
 
 def run_on_machines(machines: Machines, world: AgentWorld, request: Request) -> dict[str, float]:
     """Run an agent on each machine, and print the run's log meanwhile. Return the metrics, or raise as the job did."""
     config, directory = request.config, request.destination.directory
-    path = Path(directory) if directory else new_directory(config.outputs, config.name)
+    path = Path(directory) if directory else new_directory(config.local_outputs, config.name)
     is_new = directory is None or create_directory(path)
     make_directory(path / world.source)
     if request.destination.file is not None:

@@ -33,6 +33,7 @@ from runner.records.run_lock import RunLock, lock_directory
 from runner.records.run_record import DONE, RESULT, RUNNING, RunRecord, find_run
 from runner.records.settings import CONFIG, OVERRIDES
 from runner.records.start_time import STAMP, started_at
+from runner.remote.mirror_process import MirrorProcess
 
 CHECKPOINTS = "checkpoints"
 CHOICE = "auto.json"  # the mode that parallel=auto has chosen, and the speed of the modes that were measured
@@ -83,6 +84,7 @@ class RunDirectory:
         self.record = RunRecord(path)
         self.attempt = Attempt(0)
         self.pruner: Pruner | None = None
+        self.mirror: MirrorProcess | None = None  # on rank 0, if outputs= is an address
         self.stops_as: str | None = None  # the state in which a callback ended the run before its last step
         self._lock: RunLock | None = None
         self._start = time.monotonic()
@@ -202,13 +204,17 @@ class RunDirectory:
     def log_metrics(
         self, step: int, epoch: int, metrics: dict[str, float], lists: Mapping[str, Sequence[float]] | None = None
     ) -> None:
-        """Append a line to metrics.jsonl. Raises JobFailed if it cannot be written, or if the lock is lost.
+        """Append a line to metrics.jsonl.
+
+        Raises JobFailed if it cannot be written, if the lock is lost, or if the directory cannot be mirrored any more.
 
         lists: values that are no metrics; empty lists are left out.
         """
         self.check_lock()
         if not self.writes:
             return
+        if self.mirror is not None:
+            self.mirror.check()
         others = {name: list(values) for name, values in (lists or {}).items() if values}
         path, line = self.path / METRICS, dumps({"step": step, "epoch": epoch, **metrics, **others})
         try:

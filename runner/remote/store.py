@@ -203,7 +203,8 @@ class ObjectStore:
     def check_writable(self) -> None:
         """Raise InputError if objects cannot be created, read and deleted, or if conditional writes are ignored.
 
-        A store that ignores them lets two runs write to one directory, each of which has locked it.
+        A store that ignores them lets two runs write to one directory, each of which has locked it. Raise StoreError if
+        the store does not answer.
         """
         probe = f".probe-{uuid.uuid4().hex}"
         try:
@@ -211,6 +212,8 @@ class ObjectStore:
             works = works and _raises_stale(lambda: self.replace(probe, b"third", '"0"'))
             self.delete([probe])
         except StoreError as error:
+            if not error.is_permanent:
+                raise
             raise InputError(str(error)) from None
         if not works:
             raise InputError(

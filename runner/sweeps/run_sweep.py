@@ -22,6 +22,7 @@ from runner.records.report.statistics import monitors_of
 from runner.records.run_record import DONE, RunRecord
 from runner.records.settings import OVERRIDES
 from runner.records.tables import format_number, text_table
+from runner.remote.address import local_outputs
 from runner.sweeps.jobs import first_job
 from runner.sweeps.queues import read_jobs_and_queues, submit
 from runner.sweeps.sweep import Sweep
@@ -50,7 +51,7 @@ def run_sweep(
             f"hydra/launcher={launcher} starts jobs itself, but {rank_info.source} has started this process as rank "
             f"{rank_info.rank} of {rank_info.world_size}; use only one of the two"
         )
-    named = named_directory(base.run_id, base.name, base.outputs)
+    named = named_directory(base.run_id, base.name, str(local_outputs(base.outputs, base.remote.local_dir)))
     if named and (named / OVERRIDES).is_file():
         raise InputError(f"run_id={base.run_id} is a run; leave out -m to resume it, or type another run_id")
     record = SweepRecord(list(arguments.recorded), list(arguments.config_dirs), list(command), {})

@@ -135,7 +135,7 @@ class Sweep:
             self.directory = str(self.named)
         elif self.directory is None:
             self.is_created = True
-            self.directory = str(new_directory(config.outputs, config.name, prefix="sweep-"))
+            self.directory = str(new_directory(config.local_outputs, config.name, prefix="sweep-"))
         return Path(self.directory)
 
     def _share(self, path: Path, recorded: list[JobRecord], configs: list[Config], swept: list[str]) -> None:

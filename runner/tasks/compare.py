@@ -82,7 +82,7 @@ class Compare(LaunchingTask):
         cells = _cells(config.compare, command.choices["parallel"], rank_info)
         world = join(rank_info, as_backend(config.backend))
         world.begin_job(as_backend(config.backend))
-        path = Path(world.consensus.broadcast("compare", lambda: str(new_directory(config.outputs, config.name))))
+        path = Path(world.consensus.broadcast("compare", lambda: str(new_directory(config.local_outputs, config.name))))
         directory = RunDirectory(path, writes=rank_info.rank == 0)
         if directory.writes:
             directory.lock()

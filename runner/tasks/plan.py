@@ -53,7 +53,7 @@ class Plan(LaunchingTask):
             device = with_measured_link(device, Path(options.collectives))
         cells = _plan(options, command, device)
         _check(cells, options.memory_gib)
-        directory = RunDirectory(new_directory(config.outputs, config.name), writes=True)
+        directory = RunDirectory(new_directory(config.local_outputs, config.name), writes=True)
         directory.lock()
         try:
             with logging_to(0, directory.path):

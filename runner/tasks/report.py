@@ -49,7 +49,7 @@ class Report(LaunchingTask):
             elif len(paths) == 1:
                 directory = paths[0].absolute()
             else:
-                directory = new_directory(config.outputs, config.name, prefix="report-")
+                directory = new_directory(config.local_outputs, config.name, prefix="report-")
             return _write(summary, paths, directory)
 
         try:

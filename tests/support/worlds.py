@@ -154,12 +154,12 @@ def run(outputs: Path, world_size: int, *overrides: str, timeout_s: float = 300)
         config = replace(config, outputs=str(outputs))
         overrides = (*request.command.overrides, f"outputs={outputs}")
         request = replace(request, config=config, command=replace(request.command, overrides=overrides))
-    before = _runs(Path(config.outputs) / config.name)
+    before = _runs(Path(config.local_outputs) / config.name)
     outputs.mkdir(exist_ok=True)
     run_world(request, world_size, outputs, timeout_s)
     if request.destination.directory:
         return Run(Path(request.destination.directory))
-    (created,) = _runs(Path(config.outputs) / config.name) - before
+    (created,) = _runs(Path(config.local_outputs) / config.name) - before
     return Run(created)
 
 

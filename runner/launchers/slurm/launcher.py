@@ -84,12 +84,12 @@ class Slurm(Queue):
         config = request.config
         directory = Path(request.destination.directory) if request.destination.directory else None
         if self.dry_run:
-            directory = directory or Path(config.outputs).absolute() / config.name / "STAMP"
+            directory = directory or Path(config.local_outputs) / config.name / "STAMP"
             print(self._script(config.name, directory, [(directory, request)])[0], end="")
             return {}
         check_sbatch()
         is_new = directory is None or create_directory(directory)
-        directory = directory or new_directory(config.outputs, config.name)
+        directory = directory or new_directory(config.local_outputs, config.name)
         previous = last_job(directory)
         if previous and not query_ended([previous]):
             raise InputError(
