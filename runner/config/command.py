@@ -4,7 +4,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from hydra.core.plugins import Plugins
+from omegaconf import DictConfig, OmegaConf
 
+from runner.checkpoints.pull import pull
 from runner.config.compose import checked, compose, prepared_hydra
 from runner.config.custom_dirs import add_to_path
 from runner.config.diagnostics.overrides import refuse_overrides
@@ -15,6 +17,7 @@ from runner.config.resume import STOP_ON_FAILURE, Arguments, add_recorded
 from runner.distributed.environment import RankInfo, run_in_progress
 from runner.errors import InputError
 from runner.records.run_directory import Command, Destination
+from runner.remote.address import Address, is_remote
 
 
 @contextmanager
@@ -35,6 +38,7 @@ def composing(overrides: list[str], config_dirs: list[str], multirun: bool) -> I
 def prepare(arguments: Arguments, rank_info: RankInfo, words: Sequence[str]) -> Request:
     """Return the request of one run, with its checked configuration. Raise InputError with every wrong value."""
     cfg = compose(arguments.overrides)
+    _pull_named(cfg)
     config = checked(cfg, arguments.overrides)
     if config.sweep.stop_on_failure:
         raise InputError(f"{STOP_ON_FAILURE}=true needs a sweep; add -m")
@@ -47,6 +51,23 @@ def prepare(arguments: Arguments, rank_info: RankInfo, words: Sequence[str]) -> 
         queued_overrides=tuple(arguments.launch_overrides),
         code_of=arguments.code_of,
     )
+
+
+def _pull_named(cfg: DictConfig) -> None:
+    """Download the run that `run_id` names if `outputs` is an address, and if the run exists there."""
+    if cfg.get("run_id") and not cfg.get("resume") and is_remote(cfg.outputs):
+        found = OmegaConf.select(cfg, "remote.options")
+        options = OmegaConf.to_container(found, resolve=True) if OmegaConf.is_dict(found) else {}
+        assert isinstance(options, dict)
+        address = Address.parse(str(cfg.outputs)) / str(cfg.name) / str(cfg.run_id)
+        texts = {str(name): value for name, value in options.items()}
+        pull(
+            str(address),
+            "outputs",
+            options=texts,
+            local_dir=OmegaConf.select(cfg, "remote.local_dir"),
+            is_optional=True,
+        )
 
 
 def _register_sweepers() -> None:

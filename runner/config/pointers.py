@@ -31,8 +31,6 @@ _NEWEST: dict[str, Callable[[list[Path]], Path | None]] = {
 def find_directory(key: str, values: Mapping[str, Any], kind: str = "run") -> Path:
     """Return the directory that the key names; `kind` is a key of `_NEWEST`."""
     value, file = str(values[key]), LEDGER if kind == "sweep" else OVERRIDES
-    if key == "resume" and (is_remote(value) or (value == LAST and is_remote(values.get("outputs")))):
-        raise InputError(f"{key}={value}: a run at an address is only read; continue it in a new run by fork=")
     if is_remote(value):
         return _local_copy(value, key, values, kind)
     if value == LAST and is_remote(outputs := str(values.get("outputs", "outputs"))):
@@ -96,6 +94,18 @@ def _local_dir(values: Mapping[str, Any]) -> str | None:
 
 def _local_outputs(values: Mapping[str, Any]) -> Path:
     return local_outputs(str(values.get("outputs", "outputs")), _local_dir(values))
+
+
+def remote_overrides(path: Path, values: Mapping[str, Any]) -> list[str]:
+    """Return the overrides by which a resumed run is mirrored to the address from which it was copied; else none."""
+    value, outputs, local_dir = str(values["resume"]), str(values.get("outputs", "")), _local_dir(values)
+    if is_remote(value):
+        address = Address.parse(value, "resume")
+        kept = address.path.split("/")[: -3 if is_sweep(path.parent) else -2]
+        outputs = str(Address(address.scheme, address.bucket, "/".join(kept)))
+    if not is_remote(outputs):
+        return []
+    return [f"outputs={quote(outputs)}", f"remote.local_dir={quote(local_dir) if local_dir else 'null'}"]
 
 
 def with_addresses(message: str, overrides: Iterable[str]) -> str:

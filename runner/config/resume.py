@@ -24,6 +24,7 @@ from runner.config.pointers import (
     pin_checkpoint,
     pointer_to,
     quote,
+    remote_overrides,
 )
 from runner.config.recorded_code import CURRENT, RECORDED
 from runner.config.texts import keep_text
@@ -156,7 +157,11 @@ def _resume(command: _Command) -> Arguments:
     path = _find_run(command, "resume")
     check_location(path, command.values)
     recorded, directories = _recorded(command, path, "resume")
-    merged = _merge(recorded, command.others)
+    others = command.others
+    if added := OverridesParser.create().parse_overrides(remote_overrides(path, command.values)):
+        keys = [each.key_or_group for each in added]
+        others = [*(each for each in others if each.key_or_group not in keys), *added]
+    merged = _merge(recorded, others)
     return Arguments([*merged, pointer_to(path, "resume")], _recordable(merged), directories, str(path))
 
 

@@ -188,9 +188,17 @@ def _run(mirror: Mirror, ended: threading.Event, patience_s: float) -> None:
             ended.set()
         try:
             mirror.sync(is_last)
-            failing_since, waited = None, POLL_S
-            if is_last and not mirror.left():
+            waited = POLL_S
+            if not is_last:
+                failing_since = None
+            elif not mirror.left():
                 break
+            elif failing_since is None:
+                failing_since = time.monotonic()
+            elif time.monotonic() - failing_since > patience_s:
+                break
+            else:
+                time.sleep(POLL_S)  # a file changes all the time, or cannot be read
         except Stale:
             lost.set()
         except StoreError as failure:
@@ -230,7 +238,7 @@ def main() -> None:
         patience_s = order["patience_s"]
         _patiently(ObjectStore(Address.parse(order["outputs"]), order["options"]).check_writable, patience_s)
         _reply()
-        if not (line := sys.stdin.readline()):
+        if not (line := sys.stdin.readline().strip()):
             return
         order |= json.loads(line)
         store, directory = ObjectStore(Address.parse(order["address"]), order["options"]), Path(order["directory"])

@@ -58,6 +58,7 @@ class MirrorProcess:
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         with suppress(OSError):
+            self._process.stdin.write("\n")  # forked processes, such as loader workers, may keep the pipe open
             self._process.stdin.close()
         self._process.wait()
         if not self._directory:

@@ -89,17 +89,19 @@ def test_commands_accept_addresses(
     local = f"remote.local_dir={tmp_path / 'cache'}"
     for arguments in (
         ["task=evaluate", f"run={address}", local],
+        [f"resume={address}", local, "epochs=3"],
         [f"fork={address}", local, f"outputs={tmp_path / 'forks'}"],
         ["task=report", f"run={address}", local, f"report.output={tmp_path / 'report.html'}"],
     ):
         done = commands.forked(*arguments)
         assert done.returncode == 0, (arguments, done.stderr)
-    assert store_of(bucket).list() == before
+    kept = {each.path for each in store_of(bucket).list()}
+    assert {each.path for each in before} <= kept
     done = commands.forked("task=evaluate", f"run={address}", local, "checkpoint=step_999")
     assert done.returncode == 2 and f"{address} has no checkpoint step_999" in done.stderr
     assert str(tmp_path / "cache") not in done.stderr
-    done = commands.forked(f"resume={address}")
-    assert done.returncode == 2 and "continue it in a new run by fork=" in done.stderr
+    done = commands.forked(f"run_id={path.name}", outputs, f"remote.local_dir={tmp_path / 'third'}", *SMALL)
+    assert done.returncode == 0 and f"run_id={path.name} is finished" in done.stdout, done.stderr
     done = commands.forked("-m", f"fork={address}", "seed=1,2")
     assert done.returncode == 2 and f"type runs pull {address} first" in done.stderr
     done = commands.forked("task=evaluate", "run=last", outputs, local)
