@@ -96,11 +96,13 @@ def test_commands_accept_addresses(
         done = commands.forked(*arguments)
         assert done.returncode == 0, (arguments, done.stderr)
     kept = {each.path for each in store_of(bucket).list()}
-    assert {each.path for each in before} <= kept
+    assert f"run/{path.name}/checkpoints/step_48/manifest.json" in kept  # the resumed run is mirrored
+    # Retention deletes only checkpoints that were copied, and whose successors are uploaded.
+    assert not [each.path for each in before if each.path not in kept and f"/{names(path)[-1]}/" not in each.path]
     done = commands.forked("task=evaluate", f"run={address}", local, "checkpoint=step_999")
     assert done.returncode == 2 and f"{address} has no checkpoint step_999" in done.stderr
     assert str(tmp_path / "cache") not in done.stderr
-    done = commands.forked(f"run_id={path.name}", outputs, f"remote.local_dir={tmp_path / 'third'}", *SMALL)
+    done = commands.forked(f"run_id={path.name}", outputs, f"remote.local_dir={tmp_path / 'third'}", *SMALL, "epochs=3")
     assert done.returncode == 0 and f"run_id={path.name} is finished" in done.stdout, done.stderr
     done = commands.forked("-m", f"fork={address}", "seed=1,2")
     assert done.returncode == 2 and f"type runs pull {address} first" in done.stderr
