@@ -25,9 +25,10 @@ OF_TOKENS = ("gpt",)  # samples are sequences of them; the other models are for 
 OF_PIXELS = ("unet",)  # each token has outputs, not the whole sample
 # Values without a default.
 NEEDED = {
-    "hf": ("model.config=config.json",),
-    "ssh": ("launcher.hosts=[node1]",),
-    "kubernetes": ("launcher.image=IMAGE",),
+    ("model", "hf"): ("model.config=config.json",),
+    ("launcher", "ssh"): ("launcher.hosts=[node1]",),
+    ("launcher", "kubernetes"): ("launcher.image=IMAGE",),
+    ("task", "shards"): ("task.output=shards",),
 }
 EMBEDDED = ("counting", "digits", "random", "shapes", "text", "toy")  # the other datasets read files
 
@@ -59,7 +60,7 @@ def resolved(cfg: DictConfig) -> dict[str, Any]:
 
 def node_of(group: str, option: str) -> dict[str, Any]:
     node: dict[str, Any] = typed_options(
-        resolved(composed(f"{group}={option}", *NEEDED.get(option, ())))[group], DESCRIBED.get(group)
+        resolved(composed(f"{group}={option}", *NEEDED.get((group, option), ())))[group], DESCRIBED.get(group)
     )
     return node
 
@@ -137,9 +138,9 @@ def test_datasets_match_their_description(option: str, tmp_path: Path, monkeypat
     "model", [model for model in options("model") if model != "hf"]
 )  # its file says what it accepts
 def test_models_accept_the_samples_of_datasets(model: str, data: str) -> None:
-    described = composed(f"data={data}").data
+    described = resolved(composed(f"data={data}"))["data"]
     node = resolved(OmegaConf.create({"model": composed(f"model={model}").model, "data": described}))["model"]
-    shape, num_outputs = tuple(described.sample_shape), described.num_outputs
+    shape, num_outputs = tuple(described["sample_shape"]), described["num_outputs"]
     if model in OF_TOKENS:
         fits, refusal, expected = len(shape) == 1, "sequences of tokens", (2, *shape, num_outputs)
     elif model in OF_PIXELS:
