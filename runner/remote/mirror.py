@@ -133,8 +133,9 @@ class Mirror:
         self._store.delete([each.path for each in self._store.list(prefix)])
 
     def _upload_records(self, is_forced: bool) -> None:
+        """Upload the changed records; overrides.yaml last, because it makes the directory a run for readers."""
         now = time.monotonic()
-        for name, facts, path in self._changed():
+        for name, facts, path in sorted(self._changed(), key=lambda each: each[0] == OVERRIDES):
             if is_forced or now - self._uploaded_at.get(name, -SAME_FILE_S) >= SAME_FILE_S:
                 with suppress(FileNotFoundError):  # the run has removed it
                     self._store.put(name, path)

@@ -57,9 +57,10 @@ class MirrorProcess:
         Without `begin`, only end the process.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
-        with suppress(OSError):
-            self._process.stdin.write("\n")  # forked processes, such as loader workers, may keep the pipe open
-            self._process.stdin.close()
+        if not self._process.stdin.closed:  # otherwise the store has been refused
+            with suppress(OSError):
+                self._process.stdin.write("\n")  # forked processes, such as loader workers, may keep the pipe open
+                self._process.stdin.close()
         self._process.wait()
         if not self._directory:
             self._process.stdout.close()

@@ -200,7 +200,7 @@ def test_a_run_fails_when_its_store_fails_for_longer_than_the_patience(
 def test_two_writers(commands: Commands, bucket: Bucket, tmp_path: Path) -> None:
     first = start(commands, bucket.overrides(tmp_path / "local-1"), "run_id=same", "epochs=100000")
     wait_until(lambda: lock_facts(bucket, Path("same")))
-    second = commands.finish(start(commands, bucket.overrides(tmp_path / "local-2"), "run_id=same"))
+    second = commands.finish(start(commands, bucket.overrides(tmp_path / "local-2"), "run_id=same", "epochs=100000"))
     (line,) = second.stderr.splitlines()
     assert line.startswith(f"s3://{bucket.name}/runs/run/same has been locked by process {first.pid} on ")
     first.send_signal(signal.SIGTERM)
