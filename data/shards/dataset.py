@@ -4,7 +4,6 @@ import io
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -94,10 +93,8 @@ class Shards(Dataset[Any]):
                 return self.decode(members)
             fields: Mapping[str, Any] = json.loads(members[LINE]) if LINE in members else members
             return self._tensor(fields, self.input), self._tensor(fields, self.target)
-        except KeyError as error:
-            raise ValueError(f"{self.index.describe(index)} has no {error.args[0]}") from None
         except Exception as error:  # decoders raise anything for damaged content
-            reason = " ".join(str(error).split()) or type(error).__name__
+            reason = " ".join(f"{type(error).__name__}: {error}".removeprefix("ValueError: ").split())
             raise ValueError(f"{self.index.describe(index)} cannot be decoded ({reason})") from error
 
     def _read(self, sample: int) -> dict[str, bytes]:
@@ -106,10 +103,18 @@ class Shards(Dataset[Any]):
         if self.remote is None:
             return self.index.sample_in(_read_bytes(self.directory / name, start, end), sample)
         block_start, block_end = self._block_range(int(np.searchsorted(self.block_ends, sample, side="right")))
+        is_replaced = False
         while True:
             path = self.remote.block(name, block_start, block_end)
-            with suppress(FileNotFoundError):  # another process has removed it since
+            try:
                 return self.index.sample_in(_read_bytes(path, start - block_start, end - block_start), sample)
+            except FileNotFoundError:  # another process has removed it since
+                continue
+            except ValueError:
+                if is_replaced:
+                    raise
+                path.unlink(missing_ok=True)  # perhaps only the copy is damaged
+                is_replaced = True
 
     def _block_range(self, block: int) -> tuple[int, int]:
         """Return the first byte of a block in its shard, and its end."""
@@ -126,6 +131,8 @@ class Shards(Dataset[Any]):
             )
 
     def _tensor(self, fields: Mapping[str, Any], name: str) -> Tensor:
+        if name not in fields:
+            raise ValueError(f"it has no {name}")
         content, kind = fields[name], name.rpartition(".")[2]
         if not isinstance(content, bytes):  # a field of JSON
             return _as_numbers(content)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from object_stores import Bucket, Proxy
 from parity import COMMON
 from runner.shipped.data.shards.dataset import Shards
+from runner.shipped.data.shards.index import CRC
 from shard_files import save_vectors
 from worlds import run
 
@@ -70,6 +72,24 @@ def test_blocks_are_requested_once_and_the_cache_is_bounded(
     for index in range(len(data)):
         assert all(map(torch.equal, data[index], again[index]))
     assert proxy.counts["GET busy"]
+
+
+def test_a_damaged_copy_is_replaced_once(tmp_path: Path, bucket: Bucket, proxy: Proxy) -> None:
+    save_vectors(tmp_path / "root", SIZES[:1])
+    data = opened(upload(bucket, tmp_path / "root"), tmp_path / "cache", bucket, proxy.port)
+    expected = data[3]
+    (block,) = (tmp_path / "cache" / "blocks").iterdir()
+    content = block.read_bytes()
+    for damaged in (content[:-3000], bytes(len(content))):
+        block.write_bytes(damaged)
+        assert all(map(torch.equal, data[3], expected)) and block.read_bytes() == content
+    table = data.index.table.copy()
+    table[3, CRC] += 1
+    data.index = replace(data.index, table=table)
+    before = proxy.counts["GET None"]
+    with pytest.raises(ValueError, match=r"part-000\.tar, sample 3 has changed since it was indexed"):
+        data[3]
+    assert proxy.counts["GET None"] == before + 1
 
 
 def test_a_failure_is_one_message(tmp_path: Path, bucket: Bucket, proxy: Proxy) -> None:

@@ -70,6 +70,16 @@ def test_members_and_fields_are_selected(tmp_path: Path) -> None:
     assert inputs.tolist() == [0.5, 2] and target == 2
 
 
+def test_a_sample_that_cannot_be_decoded_is_one_message(tmp_path: Path) -> None:
+    samples = [{"npy": npy(np.zeros(2)), "cls": b"0"}, {"npy": npy(np.zeros(2))}]
+    save_tar(tmp_path / "root" / "a.tar", samples)
+    with pytest.raises(ValueError, match=r"a\.tar, sample 1 cannot be decoded \(it has no cls\)"):
+        opened(tmp_path / "root", [2], 1)[1]
+    decoded = opened(tmp_path / "root", decode=lambda sample: {"cat": 0}["dog"])
+    with pytest.raises(ValueError, match=r"a\.tar, sample 0 cannot be decoded \(KeyError: 'dog'\)"):
+        decoded[0]
+
+
 def damage_byte(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[content.rindex(b"NUMPY") + 128] ^= 1
