@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -15,15 +16,21 @@ from .index import ENDINGS, NAME, locked
 
 REQUESTS = Path(__file__).with_name("requests.py")
 NUM_LOCKS = 64
+_SECRET = re.compile(r"secret|token|password|account_key|(?<!_)access_key$|sas|service_account_key|authorization")
 
 
 class RemoteShards:
     """The shards of a split at an address. Each block is requested once per machine, unless it was removed since.
 
-    Raises ValueError if the address cannot be read, or has no shards of the split; all methods if a request fails.
+    Raises ValueError if an option is a secret, or if the address cannot be read or has no shards of the split; all
+    methods if a request fails.
     """
 
     def __init__(self, root: str, split: str, options: Mapping[str, Any], cache: Path, cache_gb: float):
+        if secrets := [name for name in options if _SECRET.search(name.lower())]:
+            raise ValueError(
+                f"options.{secrets[0]} must not be in the configuration, which is recorded; set it in the environment"
+            )
         self.root, self._options, self._cache, self._cache_gb = root, dict(options), cache, cache_gb
         with tempfile.TemporaryFile() as file:
             self._request({}, file)

@@ -24,7 +24,9 @@ def main() -> None:
         sys.exit(MISSING)
     options = {name: value for name, value in request["options"].items() if value is not None}
     client = {name: options.pop(name) for name in CLIENT if name in options}
-    settings = {**options, "client_options": client, "retry_config": RETRIES}
+    settings = {**options, "retry_config": RETRIES}
+    if client:  # an empty mapping would hide the environment, such as AWS_ALLOW_HTTP
+        settings["client_options"] = client
     try:
         store: Any = from_url(address := request["address"], **({} if address.startswith("file:") else settings))
         if "path" not in request:

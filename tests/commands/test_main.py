@@ -310,7 +310,7 @@ def test_the_shell_completes_the_commands_for_runs(complete: Callable[[str], set
     sweep = "run/sweep-20260101-000000"
     make_sweep(tmp_path / "outputs" / sweep, "finished")
     make_run(tmp_path / "elsewhere" / "other" / "20260102-000000")
-    assert complete("runner runs ") == {"list", "show", "tag", "archive", "stop", "delete"}
+    assert complete("runner runs ") == {"list", "show", "pull", "tag", "archive", "stop", "delete"}
     for line, expected in {
         "runner runs st": {"stop"},
         "runner runs tag --r": {"--remove"},

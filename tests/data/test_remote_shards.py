@@ -124,3 +124,8 @@ def test_steps_are_those_of_local_shards(tmp_path: Path, bucket: Bucket, workers
     remote = run(tmp_path / "remote", 2, *common, *others)
     assert remote.losses == pytest.approx(local.losses, rel=1e-9)
     assert remote.values("val/loss") == pytest.approx(local.values("val/loss"), rel=1e-9)
+
+
+def test_a_secret_among_the_options_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"options.secret_access_key must not be in the configuration"):
+        Shards("train", [8], 4, "s3://bucket/x", cache_dir=str(tmp_path), options={"secret_access_key": "x"})
