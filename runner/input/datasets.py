@@ -43,7 +43,7 @@ def load_data(config: Config, choices: Mapping[str, str], world: World) -> tuple
 
     train, evaluated = _load_or_download(config.data, world, load)
     try:
-        _check_streams(config, choices, train, evaluated, world.world_size)
+        _check_streams(config, choices, train, evaluated, world)
         for source in dict.fromkeys((train, evaluated)) if config.keep_samples else ():
             source.cache_samples()
         keeps_shapes = "sample_shape" in config.data
@@ -57,9 +57,7 @@ def load_data(config: Config, choices: Mapping[str, str], world: World) -> tuple
         raise InputError(f"data: its first sample cannot be read{failed_with(error)}") from None
 
 
-def _check_streams(
-    config: Config, choices: Mapping[str, str], train: Source, evaluated: Source, world_size: int
-) -> None:
+def _check_streams(config: Config, choices: Mapping[str, str], train: Source, evaluated: Source, world: World) -> None:
     """Raise InputError if a stream has no samples or wrong parts, or if the configuration does not support streams."""
     for source in dict.fromkeys((train, evaluated)):
         stream, data = source.dataset, f"data={choices.get('data', config.data['_target_'])}"
@@ -86,7 +84,7 @@ def _check_streams(
         found, state, _ = stream.load(0, 1)
         if not found:
             raise InputError(f"{data}: its {'train' if source is train else config.split} split has no samples")
-        if stream.can_split and (problem := stream.find_wrong_split(max(2, world_size))):
+        if stream.can_split and (problem := stream.find_wrong_split(max(2, world.world_size))):
             raise InputError(f"{data}: {problem}, or be left out")
         try:
             decode_state(encode_state(state))
