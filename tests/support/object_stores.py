@@ -76,7 +76,9 @@ def s3_port() -> Iterator[int]:
     timer = threading.Timer(STARTED_WITHIN_S, process.kill)
     timer.start()
     try:
-        yield int(process.stdout.readline())
+        port = int(process.stdout.readline())
+        timer.cancel()  # it limits only the start
+        yield port
     finally:
         timer.cancel()
         process.kill()
