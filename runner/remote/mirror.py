@@ -43,7 +43,7 @@ class Mirror:
         self._uploaded_at: dict[str, float] = {}
         self._sent: dict[str, set[str]] = {}  # by checkpoint, the files of an upload that an error has interrupted
         self._seen, self._first = set[str](), set(self._local())  # checkpoints that were local; those at the start
-        self._remote: dict[str, bytes] = {}  # manifests by checkpoint
+        self._remote: dict[str, bytes] = {}  # manifests by checkpoint; empty while it is deleted
         found: dict[str, list[str]] = {}
         for each in store.list(CHECKPOINTS):
             found.setdefault(each.path.split("/")[1], []).append(each.path)
@@ -71,7 +71,7 @@ class Mirror:
 
     def left(self) -> list[str]:
         """Return the names of the checkpoints and records that are not uploaded."""
-        checkpoints = [f"{CHECKPOINTS}/{name}" for name in self._local() if name not in self._remote]
+        checkpoints = [f"{CHECKPOINTS}/{name}" for name in self._local() if not self._remote.get(name)]
         return [*checkpoints, *(name for name, _, _ in self._changed())]
 
     def _local(self) -> list[str]:
@@ -128,9 +128,10 @@ class Mirror:
     def _delete(self, name: str) -> None:
         """Delete a checkpoint, its manifest first."""
         prefix = f"{CHECKPOINTS}/{name}"
+        self._remote[name] = b""  # an error may interrupt the deletion, which is then repeated
         self._store.delete([f"{prefix}/{MANIFEST}"])
-        self._remote.pop(name, None)
         self._store.delete([each.path for each in self._store.list(prefix)])
+        del self._remote[name]
 
     def _upload_records(self, is_forced: bool) -> None:
         """Upload the changed records; overrides.yaml last, because it makes the directory a run for readers."""
@@ -170,7 +171,7 @@ def _reply(**message: Any) -> None:
 
 def _run(mirror: Mirror, ended: threading.Event, patience_s: float) -> None:
     """Mirror until the run has ended and all is uploaded, or the store has failed for longer than the patience."""
-    parent, num_failures, failing_since, error = os.getppid(), 0, None, ""
+    parent, failing_since, error = os.getppid(), None, ""
     is_reported, waited, lost = False, 0.0, threading.Event()
 
     def renew_regularly() -> None:
@@ -189,21 +190,15 @@ def _run(mirror: Mirror, ended: threading.Event, patience_s: float) -> None:
             ended.set()
         try:
             mirror.sync(is_last)
-            waited = POLL_S
-            if not is_last:
-                failing_since = None
-            elif not mirror.left():
+            if is_last and not mirror.left():
                 break
-            elif failing_since is None:
-                failing_since = time.monotonic()
-            elif time.monotonic() - failing_since > patience_s:
-                break
-            else:
-                time.sleep(POLL_S)  # a file changes all the time, or cannot be read
+            if is_last:
+                raise StoreError("files of the run change while they are uploaded", False)
+            failing_since, waited = None, POLL_S
         except Stale:
             lost.set()
         except StoreError as failure:
-            num_failures, error = num_failures + 1, str(failure)
+            error = str(failure)
             failing_since = failing_since or time.monotonic()
             if is_late := time.monotonic() - failing_since > patience_s:
                 if is_last:
@@ -217,7 +212,7 @@ def _run(mirror: Mirror, ended: threading.Event, patience_s: float) -> None:
         ended.wait()
     else:
         lost.set()
-    _reply(left=mirror.left(), error=error, num_failures=num_failures)
+    _reply(left=mirror.left(), error=error)
 
 
 def _patiently(function: Callable[[], T], patience_s: float) -> T:

@@ -169,6 +169,26 @@ def test_a_store_that_fails_for_a_while(fault: str, bucket: Bucket, proxy: Proxy
     assert fault == "slow" or sum(n for name, n in proxy.counts.items() if not name.endswith("None")) >= 2
 
 
+@pytest.mark.fault("failure of the store while a checkpoint is deleted", outcome="survived")
+def test_a_removed_checkpoint_is_deleted_completely_after_an_error(
+    bucket: Bucket, proxy: Proxy, tmp_path: Path
+) -> None:
+    deleted: list[str] = []
+
+    def inject(number: int, method: str, path: str) -> str | None:
+        if method in ("DELETE", "POST"):
+            deleted.append(path)
+        elif method == "GET" and "step_" in path and "prefix" in path and len(deleted) > 1 and "cut" not in deleted:
+            deleted.append("cut")  # the list of the files of a checkpoint whose manifest is deleted
+            return "denied"
+        return None
+
+    proxy.fault = inject
+    done = run(tmp_path / "work", 1, *SMALL, "epochs=60", *bucket.overrides(tmp_path / "local", port=proxy.port))
+    assert "cut" in deleted
+    assert objects(bucket, done.path) == local_files(done.path)
+
+
 def test_files_that_could_not_be_uploaded_are_named_and_uploaded_by_the_next_attempt(
     bucket: Bucket, proxy: Proxy, tmp_path: Path
 ) -> None:
