@@ -8,6 +8,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 from torchvision.transforms import functional as F
 
+MODES = {1: "L", 3: "RGB"}  # of Pillow, by the number of channels
 NOT_DECODED = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}  # Pillow only identifies them, or starts another program
 FULL_RANGE = {"JPEG2000", "PNG", "PPM", "TIFF"}  # formats in which 65535 is white in gray images of 16 bits
 BITS_PER_SAMPLE, PHOTOMETRIC, WHITE_IS_ZERO = 258, 262, 0  # tags of TIFF 6.0, and a value

@@ -11,9 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from .checks import check_sizes
-from .image_files import image_endings, read_image, scale_and_crop
-
-MODES = {1: "L", 3: "RGB"}
+from .image_files import MODES, image_endings, read_image, scale_and_crop
 
 
 class ImageFolder(Dataset[tuple[Tensor, Tensor]]):

@@ -13,13 +13,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..checks import check_rows, check_sizes
-from ..image_files import decode_image, scale_and_crop
+from ..image_files import MODES, decode_image, scale_and_crop
 from .index import END, ENDINGS, LINE, START, ShardIndex, build_index, index_path, locked, read_index
 from .remote import RemoteShards
 
 BLOCK_BYTES = 8 * 2**20  # blocks have 2/3 to 3/2 of this size, because a shard is divided into equal parts
 IMAGES = ("jpg", "jpeg", "png")
-MODES = {1: "L", 3: "RGB"}
 
 
 class Shards(Dataset[Any]):

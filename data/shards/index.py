@@ -7,7 +7,7 @@ import os
 import tarfile
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,19 +153,13 @@ def index_path(directory: Path | None, root: str, cache: Path) -> Path:
     return cache / f"{hashlib.sha256(root.encode()).hexdigest()[:32]}.shards"
 
 
-class locked:
-    """A context in which no other process of this machine is in a context of the same path."""
-
-    def __init__(self, path: Path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "w")  # noqa: SIM115
-
-    def __enter__(self) -> None:
-        fcntl.flock(self._file, fcntl.LOCK_EX)
-
-    def __exit__(self, *error: object) -> None:
-        with suppress(OSError):
-            self._file.close()
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Exclude the other processes of this machine from contexts of the same path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _samples_of(path: Path, name: str, num_classes: dict[str, int]) -> Iterator[tuple[int, int, int, Members]]:

@@ -24,11 +24,11 @@ from runner.records.run_files import METRICS
 from runner.records.run_lock import living_owner
 from runner.records.settings import OVERRIDES
 from runner.remote.address import Address
+from runner.remote.object_lock import LOCK
 from runner.remote.store import ObjectFacts, ObjectStore, StoreError, secret_options
 
 ALL = "all"  # all checkpoints
 LISTED = (".yaml", ".json", ".jsonl")  # the files that lists of runs read
-LOCK = "lock.json"  # of a run in progress, as runner.remote creates it
 REPLACED = ".replaced"  # the directory in a run of the local files that newer remote ones have replaced
 _ATTEMPTS = 2  # downloads of a checkpoint that is damaged
 _COMMAND = (sys.executable, "-m", "runner.checkpoints.pull")

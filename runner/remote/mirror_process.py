@@ -44,7 +44,8 @@ class MirrorProcess:
         """Lock the address, and mirror the directory to it. Raise InputError if another run has locked it."""
         self._directory = str(directory)
         self._exchange(directory=str(directory), address=str(address))
-        threading.Thread(target=self._read, daemon=True, name="mirror").start()
+        self._reader = threading.Thread(target=self._read, daemon=True, name="mirror")
+        self._reader.start()
 
     def check(self) -> None:
         """Raise JobFailed if the store has failed for too long, or if the lock of the address is lost."""
@@ -65,8 +66,7 @@ class MirrorProcess:
         if not self._directory:
             self._process.stdout.close()
             return []
-        while self._process.stdout and not self._process.stdout.closed:
-            threading.Event().wait(0.01)  # the thread reads the last report
+        self._reader.join()  # it reads the last report
         if not self._last:
             return [
                 f"outputs={self._outputs}: its upload has ended unexpectedly; resume={self._directory} continues it"

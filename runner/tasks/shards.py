@@ -7,9 +7,10 @@ import operator
 import os
 import tarfile
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -254,18 +255,13 @@ def _write_tar(file: Any, samples: _Samples, part: range, ends: bool = True) -> 
         tar.close()
 
 
-class _failing:
-    """A context that raises JobFailed for an error of the file system or the store."""
-
-    def __init__(self, place: _Directory | _Bucket):
-        self._place = place
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, (OSError, StoreError)):
-            raise JobFailed(f"task.output: {self._place} cannot be written{failed_with(error)}") from None
+@contextmanager
+def _failing(place: _Directory | _Bucket) -> Iterator[None]:
+    """Raise JobFailed for an error of the file system or the store."""
+    try:
+        yield
+    except (OSError, StoreError) as error:
+        raise JobFailed(f"task.output: {place} cannot be written{failed_with(error)}") from None
 
 
 def _start_worker(*work: Any) -> None:
