@@ -70,8 +70,7 @@ def load_device(name: str, directories: list[Path], key: str = "plan.device", ki
     """
     files = data_sheets(directories)
     if name == THIS and kind == "cuda" and torch.cuda.is_available():
-        words = torch.cuda.get_device_name().lower().replace("-", " ").split()
-        gpu = next((sheet for sheet in files if sheet in words), UNKNOWN_GPU)
+        gpu = name_of_gpu(directories) or UNKNOWN_GPU
         return replace(load_device(gpu, directories, key), memory_gib=torch.cuda.mem_get_info()[1] / GIB)
     if name not in files:
         raise InputError(
@@ -91,6 +90,30 @@ def load_device(name: str, directories: list[Path], key: str = "plan.device", ki
         return Device(name=name, **links, flops=flops, **numbers)  # type: ignore[arg-type]
     except (TypeError, ValueError, KeyError, yaml.YAMLError) as error:
         raise InputError(f"{key}={name}: {files[name]} is not a valid data sheet: {error}") from None
+
+
+def name_of_gpu(directories: list[Path]) -> str | None:
+    """Return the name of the data sheet of this machine's GPU, or None if no directory has one."""
+    if not torch.cuda.is_available():
+        return None
+    words = torch.cuda.get_device_name().lower().replace("-", " ").split()
+    return next((sheet for sheet in data_sheets(directories) if sheet in words), None)
+
+
+def count_flops(function: Any, *args: Any, out: Any, **kwargs: Any) -> int:
+    """Return the floating-point operations of a call, of tensors or sizes; 0 if the operator is not counted.
+
+    Matrix products, convolutions and attention are counted, by the formulas of torch.utils.flop_counter.
+    """
+    formula = flop_registry.get(function.overloadpacket)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+
+
+def peak_rate(flops: Mapping[str, float], precision: str, function: Any) -> float:
+    """Return the FLOPs per second of a data sheet for an operator that computes in this precision."""
+    if precision == "fp32" and "convolution" in function.__name__:  # PyTorch's default on GPUs
+        precision = "tf32"
+    return flops.get(precision, flops["fp32"])
 
 
 def with_measured_link(device: Device, run: Path) -> Device:
@@ -222,15 +245,13 @@ class Costs:
             return 0.0
         num_bytes = sum(shape.num_bytes for shape in operator.shapes)
         seconds = num_bytes / (REACHED * self._device.memory_bandwidth)
-        if (formula := flop_registry.get(operator.function.overloadpacket)) is not None and self._device.flops:
+        if operator.function.overloadpacket in flop_registry and self._device.flops:
             args, kwargs = operator.arguments(lambda shape: torch.Size(shape.size))
             outputs = [torch.Size(each.size) if isinstance(each, Shape) else each for each in operator.outputs]
-            flops = formula(*args, **kwargs, out_val=outputs[0] if len(outputs) == 1 else outputs)
+            out = outputs[0] if len(outputs) == 1 else outputs
+            flops = count_flops(operator.function, *args, out=out, **kwargs)
             precision = PRECISIONS.get(operator.shapes[0].dtype, "fp32")
-            rates = self._device.flops
-            if precision == "fp32" and "convolution" in operator.function.__name__:  # PyTorch's default on GPUs
-                precision = "tf32"
-            seconds = max(seconds, flops / (REACHED * rates.get(precision, rates["fp32"])))
+            seconds = max(seconds, flops / (REACHED * peak_rate(self._device.flops, precision, operator.function)))
         return max(seconds, KERNEL_S)
 
 

@@ -76,6 +76,16 @@ def append_attempt(directory: Path, attempt: Attempt) -> None:
     append_json_lines(directory / ATTEMPTS, asdict(attempt))
 
 
+def seconds_of(directory: Path) -> float:
+    """Return the seconds of all attempts that have ended, without the time between them."""
+    total = 0.0
+    for attempt in read_attempts(directory):
+        with suppress(TypeError, ValueError):  # a damaged time
+            ended = datetime.fromisoformat(attempt.ended or attempt.started)
+            total += max((ended - datetime.fromisoformat(attempt.started)).total_seconds(), 0.0)
+    return total
+
+
 def initial_values(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return `config`, of the last attempt that trained, with the initial values of the keys that attempts changed."""
     first: dict[str, Any] = {}

@@ -1,6 +1,7 @@
 """The run directory: its creation, and the files that record what ran and how it ended."""
 
 import errno
+import functools
 import itertools
 import json
 import math
@@ -17,7 +18,7 @@ import yaml
 
 from runner.errors import InputError, JobFailed
 from runner.records import provenance
-from runner.records.attempts import Attempt, append_attempt, error_line, utc_now
+from runner.records.attempts import Attempt, append_attempt, error_line, seconds_of, utc_now
 from runner.records.code_copy import original_path, running_copy, time_of
 from runner.records.custom_code import CustomCode, imported_code
 from runner.records.monitor import LOSS
@@ -104,6 +105,15 @@ class RunDirectory:
     @property
     def is_committed(self) -> bool:
         return self._replaced is not None
+
+    @functools.cached_property
+    def _earlier_s(self) -> float:
+        """The seconds of the earlier attempts."""
+        return seconds_of(self.path)
+
+    def elapsed_s(self) -> float:
+        """Return the seconds of all attempts, this one included."""
+        return self._earlier_s + time.monotonic() - self._start
 
     def lock(self, previous: int | None = None, **fields: Any) -> None:
         """Lock the directory for this world. Arguments and errors are those of `lock_directory`."""

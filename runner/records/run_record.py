@@ -39,7 +39,12 @@ RESULT = "result.json"
 RUNNING, LOST, NOT_RUN = "running", "lost", "not run"
 PAUSED = "paused"  # of a trial: a study may resume it later
 DONE = ("finished", "pruned", PAUSED)
-SPEEDS = {"samples_per_second": "max", "seconds": "min"}  # compared like metrics, with their directions
+SPEEDS = {
+    "samples_per_second": "max",
+    "mfu": "max",
+    "goodput": "max",
+    "seconds": "min",
+}  # compared like metrics, with their directions
 
 
 class Standing(NamedTuple):
@@ -77,6 +82,8 @@ class RunRecord:
     parent: str | None = None  # the run from whose checkpoint this run started (fork=)
     samples: dict[str, int] = field(default_factory=dict)  # by split; empty for a task without data
     samples_per_second: float | None = None  # steady state, all ranks
+    mfu: float | None = None  # model FLOPs utilization, on GPUs that have a data sheet
+    goodput: float | None = None  # productive seconds over all seconds of the attempts
     seconds: float | None = None  # of the last attempt
     weights_sha256: str | None = None
     git: dict[str, Any] = field(default_factory=dict)

@@ -5,6 +5,7 @@ import functools
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -15,13 +16,16 @@ from runner.checkpoints.save_coordination import SaveCoordinator
 from runner.config.diagnostics.type_hints import show
 from runner.config.schema import DEBUG_BATCHES, Config
 from runner.distributed.world import World
-from runner.errors import quantity
+from runner.errors import first_line, quantity
 from runner.input.loader import Loader
 from runner.input.sampler import count_steps
 from runner.input.stream import UNKNOWN_LENGTH
 from runner.jobs.continuation import read_past_evaluations
 from runner.jobs.task import JobTask
 from runner.optimization.optimizers import DEFAULT
+from runner.paths import CONF
+from runner.planning.costs import load_device, name_of_gpu
+from runner.planning.utilization import shortest_seconds
 from runner.records.monitor import LOSS, Monitor, main_metrics
 from runner.records.run_directory import CHOICE, RunDirectory
 from runner.records.run_files import read_mapping
@@ -66,7 +70,7 @@ class Train(JobTask):
                     directory.record.parallel,
                 )
         parallel_model = experiment.parallel.prepare(experiment.recipe, world)
-        meter = ThroughputMeter()
+        meter = ThroughputMeter(elapsed_s=directory.elapsed_s if directory.writes else None)
         objective = experiment.recipe.objective
         losses = [LOSS, *(f"val/{name}" for name in (*objective.losses, *objective.value_names))]
         values = [f"val/{value}" for values in experiment.metrics.names.values() for value in values]
@@ -77,13 +81,13 @@ class Train(JobTask):
         if list_checkpoints(directory.checkpoints):
             state = restore(directory.checkpoints, parallel_model, callbacks, world, config.init_from.path)
             log.info("resuming after step %d", state.step)
-            steps_per_epoch = experiment.train_loader.sampler.steps_per_epoch
-            state = _in_epochs_of(state, config.batch_size, steps_per_epoch, config.resume_force)
+            state = _in_epochs_of(state, config, experiment.train_loader.sampler.steps_per_epoch)
         elif config.resume or directory.attempt.number > 1:
             log.info("the run has no checkpoint yet: it restarts at step 0")
         directory.commit(state.step)
         directory.record.step, directory.record.epoch = state.step, state.epoch
         if directory.writes:
+            meter.shortest_s = _shortest_seconds(config, experiment, world, directory)
             remove_leftovers(directory.checkpoints)
         directory.drop_metrics_after(state.step, metric_log.num_lines)
         past = read_past_evaluations(directory, experiment.monitor, world)
@@ -112,6 +116,27 @@ class Train(JobTask):
         return metrics
 
 
+def _shortest_seconds(config: Config, experiment: Experiment, world: World, directory: RunDirectory) -> float | None:
+    """Return the time that the run's GPUs need for a sample at their peak rates, and log the peak.
+
+    Return None, and log the reason, if the model cannot be called on the meta device; None for CPUs and unknown GPUs.
+    """
+    directories = [CONF, *map(Path, directory.record.config_dirs)]
+    if world.device.type != "cuda" or (gpu := name_of_gpu(directories)) is None:
+        return None
+    recipe, flops = experiment.recipe, load_device(gpu, directories).flops
+    try:
+        seconds = shortest_seconds(
+            experiment.make_model, config.freeze, recipe.objective, recipe.sample, flops, config.precision
+        )
+    except Exception as error:  # custom code can raise anything
+        log.info("mfu      not measured: the model cannot be called on the meta device (%s)", first_line(error))
+        return None
+    rate = flops.get(config.precision, flops["fp32"])
+    log.info("mfu      relative to the peak of %.4g TFLOP/s of each %s (conf/device)", rate / 1e12, gpu)
+    return seconds / (world.world_size * len(world.devices))
+
+
 def _record_stop(trainer: Trainer, directory: RunDirectory) -> None:
     """Record that callbacks have stopped the run, and why."""
     reason = trainer.stop_reason
@@ -124,6 +149,8 @@ def _log_end(monitor: Monitor, metrics: Mapping[str, float], directory: RunDirec
     values = [f"{name} {format_number(metrics[name])}" for name in main_metrics([monitor], metrics)]
     if (best := directory.record.best) and best["step"] != directory.record.step:
         values.append(f"best {monitor.name} {format_number(best['value'])} after step {best['step']:.0f}")
+    for name, fraction in (("mfu", directory.record.mfu), ("goodput", directory.record.goodput)):
+        values += [f"{name} {format_number(fraction)}"] if fraction is not None else []
     end = directory.stops_as or "finished"
     end += f" after step {directory.record.step}" if end != "finished" else ""
     log.info("%s: %s", end, ", ".join(values))
@@ -132,14 +159,15 @@ def _log_end(monitor: Monitor, metrics: Mapping[str, float], directory: RunDirec
         log.info("dashboard: tensorboard --logdir %s", directory.path.parent)
 
 
-def _in_epochs_of(state: TrainState, batch_size: int, steps_per_epoch: int, resume_force: bool) -> TrainState:
+def _in_epochs_of(state: TrainState, config: Config, steps_per_epoch: int) -> TrainState:
     """Return the state of a resumed run, with its step in the epoch converted to this batch size.
 
     The run continues at the first step that has unread samples, possibly in the next epoch. Raises ValueError if the
     batch size changes within an epoch, without `resume_force`.
     """
+    batch_size = config.batch_size
     if state.batch_size != batch_size:
-        if state.step_in_epoch and not resume_force:
+        if state.step_in_epoch and not config.resume_force:
             raise ValueError(
                 f"batch_size={batch_size}: the newest intact checkpoint was saved {state.step_in_epoch} steps "
                 f"into an epoch with batch_size={state.batch_size}, and the batch size cannot change within an epoch; "

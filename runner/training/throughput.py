@@ -3,6 +3,7 @@
 import resource
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -16,10 +17,22 @@ _SCHEDSTAT = "/proc/thread-self/schedstat"
 
 
 class ThroughputMeter:
-    """Times steps from the end of one to the end of the next, without the time from a pause to the next step."""
+    """Times steps from the end of one to the end of the next, without the time from a pause to the next step.
 
-    def __init__(self, warmup_steps: int = WARMUP_STEPS):
-        self._warmup_steps = warmup_steps  # excluded: they warm up caches and allocators
+    Args:
+        warmup_steps: Excluded from the throughput: they warm up caches and allocators.
+        elapsed_s: Returns the seconds of all attempts of the run so far; None if the goodput is not measured.
+
+    Attributes:
+        productive_s: Seconds of the steps that led to the current weights, also in earlier attempts, without the time
+            that they waited for data.
+        shortest_s: The time that the devices of the run need for a sample at their peak rates; None if it is unknown.
+    """
+
+    def __init__(self, warmup_steps: int = WARMUP_STEPS, elapsed_s: Callable[[], float] | None = None):
+        self._warmup_steps, self._elapsed_s = warmup_steps, elapsed_s
+        self.productive_s = 0.0
+        self.shortest_s: float | None = None
         self._steps = self._samples = 0
         self._seconds = 0.0
         self._wait_s = self._step_s = 0.0
@@ -30,6 +43,7 @@ class ThroughputMeter:
         now = time.perf_counter()
         self._steps += 1
         self._step_s, self._wait_s = now - self._last, batch.wait_s
+        self.productive_s += max(self._step_s - self._wait_s, 0.0)
         if self._steps > self._warmup_steps:
             self._samples += batch.num_samples
             self._seconds += self._step_s
@@ -49,12 +63,24 @@ class ThroughputMeter:
         """Mean time of a step after the warm-up; 0 before its end."""
         return self._seconds / max(self._steps - self._warmup_steps, 1)
 
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilization after the warm-up, 0 to 1; None before its end, and for unknown devices."""
+        rate = self.samples_per_second
+        return None if rate is None or self.shortest_s is None else rate * self.shortest_s
+
+    @property
+    def goodput(self) -> float | None:
+        """Productive seconds over all seconds of the run's attempts, 0 to 1; None if they are not measured."""
+        return None if self._elapsed_s is None else self.productive_s / max(self._elapsed_s(), 1e-9)
+
     def measured(self) -> dict[str, float]:
         """Return the metrics of the last step."""
         metrics = {"perf/step_time_s": self._step_s, "perf/data_wait": min(self._wait_s / max(self._step_s, 1e-9), 1.0)}
         if self.samples_per_second is not None:
             metrics["perf/samples_per_second"] = self.samples_per_second
-        return metrics
+        fractions = {"perf/mfu": self.mfu, "perf/goodput": self.goodput}
+        return metrics | {name: value for name, value in fractions.items() if value is not None}
 
 
 def peak_memory_mib(device: torch.device) -> float:

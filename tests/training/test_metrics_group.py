@@ -10,6 +10,7 @@ from mode_cases import tier
 from worlds import run
 
 from runner.records.compared_runs import read_jobs
+from runner.records.run_record import SPEEDS
 
 pytestmark = pytest.mark.skipif(find_spec("torchmetrics") is None, reason="needs the extra metrics")
 
@@ -126,7 +127,7 @@ def test_selected_metrics_are_recorded(
     assert here("--config-dir", "mine", *TOY, *words) == 0
     (made,) = (mine / "outputs" / "run").iterdir()
     (job,) = read_jobs(made, "run")
-    assert job.measured.keys() - {"samples_per_second", "seconds"} == {"train/loss", "val/loss", *metrics}
+    assert job.measured.keys() - {*SPEEDS} == {"train/loss", "val/loss", *metrics}
     assert job.measured_monitor is not None
     assert (job.measured_monitor.name, job.measured_monitor.direction) == monitor
 

@@ -13,6 +13,10 @@ from runner.records.tables import as_number
 # Charts of the tab "Custom Scalars", in addition to the charts of an evaluation's metrics.
 SPEED = {
     "samples per second": ["Multiline", ["perf/samples_per_second"]],
+    "model FLOPs utilization (mfu), and productive fraction of the run (goodput)": [
+        "Multiline",
+        ["perf/mfu", "perf/goodput"],
+    ],
     "fraction of a step that waits for data": ["Multiline", ["perf/data_wait"]],
     "fraction of the time in which other ranks wait for the slowest rank": ["Multiline", ["perf/straggler"]],
 }

@@ -14,7 +14,7 @@ from runner.records.run_record import RunRecord
 from runner.records.tables import Cells, csv_table, format_number, markdown_table, text_table, without_empty_columns
 
 SPEED = "samples_per_second"
-OTHER_METRICS = ("train/loss", SPEED)  # shown after those of evaluations
+OTHER_METRICS = ("train/loss", SPEED, "mfu", "goodput")  # shown after those of evaluations
 MAX_METRICS = 4  # of evaluations
 MAX_HOLES = 6  # configurations that are named
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from runner.checkpoints.saved_state import LocalState, SavedState
 from runner.records.compared_runs import read_trial
@@ -52,14 +53,22 @@ class MetricLog(Callback):
 
     def state(self, model: LocalState) -> LocalState:
         is_known = self._directory.writes and self.num_lines is not None
-        return LocalState(facts={"metrics_lines": self.num_lines} if is_known else {})
+        facts: dict[str, Any] = {"metrics_lines": self.num_lines} if is_known else {}
+        if self._directory.writes:
+            facts["productive_s"] = {self._directory.record.started: self._meter.productive_s}
+        return LocalState(facts=facts)
 
     def load_state(self, saved: SavedState) -> None:
         self.num_lines = saved.facts.get("metrics_lines")
+        # A fork starts from another run's checkpoint, whose seconds are not its own.
+        productive_s = saved.facts.get("productive_s", {})
+        self._meter.productive_s = float(productive_s.get(self._directory.record.started, 0.0))
 
     def on_end(self, now: Progress, outcome: Outcome) -> None:
         if outcome == "finished":
             self._directory.record.samples_per_second = self._meter.samples_per_second
+            self._directory.record.mfu = _rounded(self._meter.mfu)
+        self._directory.record.goodput = _rounded(self._meter.goodput)
         if self._is_open:
             self._logger.close(RunOutcome(outcome))
 
@@ -70,3 +79,7 @@ class MetricLog(Callback):
             self.num_lines += 1
         if self._directory.writes:
             self._logger.scalars(now.step, metrics)
+
+
+def _rounded(fraction: float | None) -> float | None:
+    return None if fraction is None else round(fraction, 4)

@@ -1,0 +1,76 @@
+"""The goodput of a run over its attempts, and the model FLOPs utilization from a data sheet."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from worlds import Run, build_experiment, configure, run
+
+from runner.records import run_directory
+from runner.records.attempts import Attempt, append_attempt, seconds_of
+from runner.tasks import train
+from runner.training.build import Experiment
+
+TINY = ("model=linear", "data=random", "batch_size=32", "logger=none", "precision=fp64")
+
+
+def saved_seconds(trained: Run) -> float:
+    (seconds,) = trained.saved.facts["productive_s"].values()
+    return float(seconds)
+
+
+def test_seconds_of_attempts_exclude_the_time_between_them(tmp_path: Path) -> None:
+    for number, (started, ended) in enumerate([("01:00:00", "01:00:30"), ("05:00:00", "05:01:00"), ("06:00:00", None)]):
+        at, end = f"2026-11-22T{started}+00:00", ended and f"2026-11-22T{ended}+00:00"
+        append_attempt(tmp_path, Attempt(number, started=at, ended=end))
+    append_attempt(tmp_path, Attempt(4, started="yesterday", ended="today"))
+    assert seconds_of(tmp_path) == 90
+
+
+def test_repeated_steps_and_earlier_attempts_lower_the_goodput(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed run counts the productive seconds of its checkpoint, and all seconds of its attempts."""
+    first = run(tmp_path, 1, *TINY, "max_steps=4")
+    before = saved_seconds(first)
+    assert 0 < first.result["goodput"] < 1 and first.values("perf/goodput").keys() == {1, 2, 3, 4}
+    monkeypatch.setattr(run_directory, "seconds_of", lambda directory: 1000.0)
+    resumed = run(tmp_path, 1, f"resume={first.path}", "max_steps=6")
+    after = saved_seconds(resumed)
+    assert after > before and resumed.result["goodput"] == pytest.approx(after / 1000, abs=1e-3)
+
+
+def test_mfu_is_the_speed_relative_to_the_data_sheet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is logged after the warm-up; a CPU has none."""
+    assert run(tmp_path / "cpu", 1, *TINY, "max_steps=22").result["mfu"] is None
+    monkeypatch.setattr(train, "_shortest_seconds", lambda *_: 1e-6)
+    trained = run(tmp_path / "gpu", 1, *TINY, "max_steps=22")
+    assert min(trained.values("perf/mfu")) == 21
+    assert trained.result["mfu"] == pytest.approx(trained.result["samples_per_second"] * 1e-6, abs=1e-4)
+
+
+def test_the_shortest_time_of_a_model_on_an_imagined_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The reason is logged if the model cannot be called on the meta device, where tensors have no values."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(train, "name_of_gpu", lambda directories: "h100")
+    devices = [torch.device("cuda:0")]
+    world = SimpleNamespace(device=devices[0], devices=devices, world_size=2)
+    directory = SimpleNamespace(record=SimpleNamespace(config_dirs=[]))
+
+    def find(experiment: Experiment) -> float | None:
+        return train._shortest_seconds(configure(*TINY)[0], experiment, world, directory)  # type: ignore[arg-type]
+
+    experiment = build_experiment(*TINY)
+    assert find(experiment) == pytest.approx(
+        2 * (2 * 20) / 67e12 / 2, abs=0
+    )  # forward, and the gradient of the weights
+    assert "67 TFLOP/s of each h100" in caplog.text
+
+    def make_model() -> nn.Module:
+        raise RuntimeError("it reads values")
+
+    assert find(replace(experiment, make_model=make_model)) is None
+    assert "not measured" in caplog.text and "it reads values" in caplog.text
