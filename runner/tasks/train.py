@@ -24,8 +24,6 @@ from runner.jobs.continuation import read_past_evaluations
 from runner.jobs.task import JobTask
 from runner.optimization.optimizers import DEFAULT
 from runner.paths import CONF
-from runner.planning.costs import load_device, name_of_gpu
-from runner.planning.utilization import shortest_seconds
 from runner.records.monitor import LOSS, Monitor, main_metrics
 from runner.records.run_directory import CHOICE, RunDirectory
 from runner.records.run_files import read_mapping
@@ -71,23 +69,20 @@ class Train(JobTask):
                 )
         parallel_model = experiment.parallel.prepare(experiment.recipe, world)
         meter = ThroughputMeter(elapsed_s=directory.elapsed_s if directory.writes else None)
-        objective = experiment.recipe.objective
-        losses = [LOSS, *(f"val/{name}" for name in (*objective.losses, *objective.value_names))]
-        values = [f"val/{value}" for values in experiment.metrics.names.values() for value in values]
-        names = list(dict.fromkeys([experiment.monitor.name, *losses, *values]))  # of evaluations
-        metric_log = MetricLog(directory, experiment.logger, meter, names)
+        metric_log = MetricLog(directory, experiment.logger, meter, _evaluated_names(experiment))
         callbacks = make_all_callbacks(config, experiment, parallel_model, world, directory, console, meter, metric_log)
         state = TrainState(step=0, epoch=0, step_in_epoch=0, batch_size=config.batch_size)
         if list_checkpoints(directory.checkpoints):
             state = restore(directory.checkpoints, parallel_model, callbacks, world, config.init_from.path)
             log.info("resuming after step %d", state.step)
-            state = _in_epochs_of(state, config, experiment.train_loader.sampler.steps_per_epoch)
+            steps_per_epoch = experiment.train_loader.sampler.steps_per_epoch
+            state = _in_epochs_of(state, config.batch_size, steps_per_epoch, config.resume_force)
         elif config.resume or directory.attempt.number > 1:
             log.info("the run has no checkpoint yet: it restarts at step 0")
         directory.commit(state.step)
         directory.record.step, directory.record.epoch = state.step, state.epoch
+        meter.shortest_s = _shortest_seconds(config, experiment, world, directory)
         if directory.writes:
-            meter.shortest_s = _shortest_seconds(config, experiment, world, directory)
             remove_leftovers(directory.checkpoints)
         directory.drop_metrics_after(state.step, metric_log.num_lines)
         past = read_past_evaluations(directory, experiment.monitor, world)
@@ -116,13 +111,28 @@ class Train(JobTask):
         return metrics
 
 
+def _evaluated_names(experiment: Experiment) -> list[str]:
+    """Return the names of an evaluation's metrics, the monitor first."""
+    objective = experiment.recipe.objective
+    losses = [LOSS, *(f"val/{name}" for name in (*objective.losses, *objective.value_names))]
+    values = [f"val/{value}" for values in experiment.metrics.names.values() for value in values]
+    return list(dict.fromkeys([experiment.monitor.name, *losses, *values]))
+
+
 def _shortest_seconds(config: Config, experiment: Experiment, world: World, directory: RunDirectory) -> float | None:
     """Return the time that the run's GPUs need for a sample at their peak rates, and log the peak.
 
-    Return None, and log the reason, if the model cannot be called on the meta device; None for CPUs and unknown GPUs.
+    Return None, and log the reason, if the model cannot be called on the meta device. Return None for CPUs and unknown
+    GPUs, and on ranks that do not write.
     """
+    if world.device.type != "cuda" or not directory.writes:
+        return None
+    # Their import takes 0.08 s, which runs on CPUs do not need.
+    from runner.planning.costs import load_device, name_of_gpu
+    from runner.planning.utilization import shortest_seconds
+
     directories = [CONF, *map(Path, directory.record.config_dirs)]
-    if world.device.type != "cuda" or (gpu := name_of_gpu(directories)) is None:
+    if (gpu := name_of_gpu(directories)) is None:
         return None
     recipe, flops = experiment.recipe, load_device(gpu, directories).flops
     try:
@@ -159,15 +169,14 @@ def _log_end(monitor: Monitor, metrics: Mapping[str, float], directory: RunDirec
         log.info("dashboard: tensorboard --logdir %s", directory.path.parent)
 
 
-def _in_epochs_of(state: TrainState, config: Config, steps_per_epoch: int) -> TrainState:
+def _in_epochs_of(state: TrainState, batch_size: int, steps_per_epoch: int, resume_force: bool) -> TrainState:
     """Return the state of a resumed run, with its step in the epoch converted to this batch size.
 
     The run continues at the first step that has unread samples, possibly in the next epoch. Raises ValueError if the
     batch size changes within an epoch, without `resume_force`.
     """
-    batch_size = config.batch_size
     if state.batch_size != batch_size:
-        if state.step_in_epoch and not config.resume_force:
+        if state.step_in_epoch and not resume_force:
             raise ValueError(
                 f"batch_size={batch_size}: the newest intact checkpoint was saved {state.step_in_epoch} steps "
                 f"into an epoch with batch_size={state.batch_size}, and the batch size cannot change within an epoch; "

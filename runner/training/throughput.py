@@ -12,6 +12,7 @@ from runner.input.batch import StepBatch
 from runner.training.mode import Axes
 
 WARMUP_STEPS = 20
+PRODUCTIVE = "perf/productive_s"
 # Of this thread, in nanoseconds: time on a CPU, time runnable but waiting for one, and number of time slices.
 _SCHEDSTAT = "/proc/thread-self/schedstat"
 
@@ -79,8 +80,11 @@ class ThroughputMeter:
         metrics = {"perf/step_time_s": self._step_s, "perf/data_wait": min(self._wait_s / max(self._step_s, 1e-9), 1.0)}
         if self.samples_per_second is not None:
             metrics["perf/samples_per_second"] = self.samples_per_second
-        fractions = {"perf/mfu": self.mfu, "perf/goodput": self.goodput}
-        return metrics | {name: value for name, value in fractions.items() if value is not None}
+        if self.mfu is not None:
+            metrics["perf/mfu"] = self.mfu
+        if self.goodput is not None:
+            metrics |= {"perf/goodput": self.goodput, PRODUCTIVE: self.productive_s}
+        return metrics
 
 
 def peak_memory_mib(device: torch.device) -> float:

@@ -2,16 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from runner.checkpoints.saved_state import LocalState, SavedState
 from runner.records.compared_runs import read_trial
 from runner.records.loggers.contract import Logger, RunOutcome
 from runner.records.run_directory import RunDirectory
-from runner.records.run_files import TRAIN_CHECKSUMS, VAL_CHECKSUMS
+from runner.records.run_files import TRAIN_CHECKSUMS, VAL_CHECKSUMS, read_metrics
 from runner.records.settings import CONFIG
 from runner.training.callbacks.contract import Callback, Outcome, Progress, RunInfo
-from runner.training.throughput import ThroughputMeter
+from runner.training.throughput import PRODUCTIVE, ThroughputMeter
 
 
 class MetricLog(Callback):
@@ -32,6 +31,9 @@ class MetricLog(Callback):
         if self._directory.writes:
             self._logger.open(str(path), run.first_step, replace(read_trial(path), metrics=self._metrics))
             self._is_open = True
+            # Lines of steps that are repeated have been removed. Checkpoints of equal runs are equal, without times.
+            for line in read_metrics(path):
+                self._meter.productive_s = float(line.get(PRODUCTIVE, self._meter.productive_s))
             if run.first_step == 0:
                 text = (path / CONFIG).read_text()
                 self._logger.text("configuration", "\n".join("    " + line for line in text.splitlines()))
@@ -53,16 +55,10 @@ class MetricLog(Callback):
 
     def state(self, model: LocalState) -> LocalState:
         is_known = self._directory.writes and self.num_lines is not None
-        facts: dict[str, Any] = {"metrics_lines": self.num_lines} if is_known else {}
-        if self._directory.writes:
-            facts["productive_s"] = {self._directory.record.started: self._meter.productive_s}
-        return LocalState(facts=facts)
+        return LocalState(facts={"metrics_lines": self.num_lines} if is_known else {})
 
     def load_state(self, saved: SavedState) -> None:
         self.num_lines = saved.facts.get("metrics_lines")
-        # A fork starts from another run's checkpoint, whose seconds are not its own.
-        productive_s = saved.facts.get("productive_s", {})
-        self._meter.productive_s = float(productive_s.get(self._directory.record.started, 0.0))
 
     def on_end(self, now: Progress, outcome: Outcome) -> None:
         if outcome == "finished":
