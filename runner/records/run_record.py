@@ -39,12 +39,8 @@ RESULT = "result.json"
 RUNNING, LOST, NOT_RUN = "running", "lost", "not run"
 PAUSED = "paused"  # of a trial: a study may resume it later
 DONE = ("finished", "pruned", PAUSED)
-SPEEDS = {
-    "samples_per_second": "max",
-    "mfu": "max",
-    "goodput": "max",
-    "seconds": "min",
-}  # compared like metrics, with their directions
+# Compared like metrics, with their directions.
+SPEEDS = {"samples_per_second": "max", "mfu": "max", "goodput": "max", "seconds": "min"}
 
 
 class Standing(NamedTuple):

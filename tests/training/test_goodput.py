@@ -64,9 +64,8 @@ def test_the_shortest_time_of_a_model_on_an_imagined_gpu(
         return train._shortest_seconds(configure(*TINY)[0], experiment, world, directory)  # type: ignore[arg-type]
 
     experiment = build_experiment(*TINY)
-    assert find(experiment) == pytest.approx(
-        2 * (2 * 20) / 67e12 / 2, abs=0
-    )  # forward, and the gradient of the weights
+    flops = 2 * (2 * 20)  # forward, and the gradient of the weights
+    assert find(experiment) == pytest.approx(flops / 67e12 / 2, abs=0)
     assert "67 TFLOP/s of each h100" in caplog.text
 
     def make_model() -> nn.Module:
