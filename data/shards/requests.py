@@ -36,7 +36,10 @@ def main() -> None:
             start, end = request["range"]
             sys.stdout.buffer.write(obstore.get_range(store, request["path"], start=start, end=end))
     except Exception as error:  # obstore has one class per kind of store and failure
-        sys.exit(" ".join(str(error).split())[:300] or type(error).__name__)
+        text = " ".join(str(error).split())[:300] or type(error).__name__
+        if "169.254.169.254" in text or "metadata" in text:  # the address at which machines of a cloud find credentials
+            text = "there are no credentials; set them in the environment, such as AWS_ACCESS_KEY_ID"
+        sys.exit(text)
 
 
 if __name__ == "__main__":

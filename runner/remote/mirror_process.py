@@ -30,6 +30,7 @@ class MirrorProcess:
 
     def __init__(self, outputs: str, options: Mapping[str, Any], patience_s: float):
         self._outputs, self._failed, self._directory, self._last = outputs, "", "", dict[str, Any]()
+        self.address = ""  # of the run, from `begin` on
         self._process = subprocess.Popen(
             COMMAND,
             stdin=subprocess.PIPE,
@@ -42,8 +43,8 @@ class MirrorProcess:
 
     def begin(self, directory: Path, address: Address) -> None:
         """Lock the address, and mirror the directory to it. Raise InputError if another run has locked it."""
-        self._directory = str(directory)
-        self._exchange(directory=str(directory), address=str(address))
+        self._directory, self.address = str(directory), str(address)
+        self._exchange(directory=self._directory, address=self.address)
         self._reader = threading.Thread(target=self._read, daemon=True, name="mirror")
         self._reader.start()
 

@@ -25,7 +25,8 @@ from runner.distributed.failures.signals import exit_at_once_with_parent, ignore
 from runner.distributed.world import World
 from runner.errors import InputError, JobFailed, failed_with, print_messages
 from runner.input.datasets import load_split
-from runner.input.rng import SAMPLE, seeded
+from runner.input.rng import SAMPLE, derive_seed, seeded
+from runner.input.sampler import Permutation
 from runner.input.source import Source
 from runner.input.stream import Stream
 from runner.jobs.task import LaunchingTask
@@ -40,16 +41,19 @@ _work: list[Any] = []  # in a worker: the place, and the samples
 class WriteShards(LaunchingTask):
     """Writes shards of `samples_per_shard` samples of the split `config.split` to `output`.
 
-    A shard is complete or absent. A repeated command writes the missing ones, and the result is bit-identical.
+    With `shuffle`, the order is drawn from `config.seed`: a dataset may be sorted by class, and data=shards reads
+    blocks of neighbors. A shard is complete or absent. A repeated command writes the missing ones, and the result is
+    bit-identical.
     """
 
     picks_split = True
 
-    def __init__(self, output: str, samples_per_shard: int = 1000, num_processes: int = 1):
+    def __init__(self, output: str, samples_per_shard: int = 1000, shuffle: bool = True, num_processes: int = 1):
         for name, value in (("samples_per_shard", samples_per_shard), ("num_processes", num_processes)):
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
         self.output, self.samples_per_shard, self.num_processes = output, samples_per_shard, num_processes
+        self.shuffle = shuffle
 
     def launch_jobs(self, request: Request, rank_info: RankInfo) -> dict[str, float]:
         """Write the shards. Raise InputError for unsuitable data, or JobFailed if a shard cannot be written."""
@@ -64,6 +68,8 @@ class WriteShards(LaunchingTask):
         if isinstance(source.dataset, Stream):
             raise InputError(f"task=shards needs a map-style dataset, and {data} is a stream")
         samples = _samples_of(source, config.seed, data, config.data.get("num_outputs", 1) > 1)
+        if self.shuffle:
+            samples.order = Permutation(len(source), derive_seed(config.seed))
         place: _Directory | _Bucket = _Directory(Path(self.output).expanduser() / config.split)
         if is_remote(self.output):
             place = _Bucket(Address.parse(self.output, "task.output") / config.split, config.remote.options)
@@ -103,6 +109,12 @@ class _Samples:
     seed: int
     image: str | None  # extension of the files of the dataset if they are stored unchanged, else None
     target: str  # CLASS or TARGET
+    order: Permutation | None = None  # from positions in the shards to indices of the dataset; None: they are equal
+
+    def indices(self, part: range) -> list[int]:
+        """Return the indices of the samples at these positions."""
+        positions = np.arange(part.start, part.stop, dtype=np.uint64)
+        return [int(index) for index in (self.order(positions) if self.order else positions)]
 
     def members(self, index: int) -> dict[str, bytes]:
         """Return the members of a sample by extension. Raise JobFailed if it cannot be stored."""
@@ -230,7 +242,10 @@ def _is_written(place: _Directory | _Bucket, samples: _Samples, part: range) -> 
     _write_tar(first := io.BytesIO(), samples, part[:1], ends=False)
     found = place.start_of(_name(part), len(first.getvalue()))
     if found not in (None, first.getvalue()):
-        raise InputError(f"task.output: {place}/{_name(part)} has other samples than the data; choose another output")
+        raise InputError(
+            f"task.output: {place}/{_name(part)} has other samples than the data, or another order; choose another "
+            "output"
+        )
     return found is not None
 
 
@@ -244,9 +259,9 @@ def _write_shard(place: _Directory | _Bucket, samples: _Samples, part: range) ->
 
 
 def _write_tar(file: Any, samples: _Samples, part: range, ends: bool = True) -> None:
-    """Write samples as `NNNNNNNN.EXT`, with equal headers in every run. Without `ends`, omit the end."""
+    """Write samples as `INDEX.EXT`, with equal headers in every run. Without `ends`, omit the end."""
     tar = tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT)  # noqa: SIM115
-    for index in part:
+    for index in samples.indices(part):
         for extension, content in samples.members(index).items():
             member = tarfile.TarInfo(f"{index:08}.{extension}")  # of time 0 and user 0
             member.size = len(content)

@@ -164,6 +164,8 @@ def _log_end(monitor: Monitor, metrics: Mapping[str, float], directory: RunDirec
     end = directory.stops_as or "finished"
     end += f" after step {directory.record.step}" if end != "finished" else ""
     log.info("%s: %s", end, ", ".join(values))
+    if directory.mirror is not None:
+        log.info("address: %s", directory.mirror.address)
     log.info("run directory: %s", directory.path)
     if any(directory.path.glob("events.out.tfevents.*")):  # TensorBoard's files, also if a custom logger wrote them
         log.info("dashboard: tensorboard --logdir %s", directory.path.parent)

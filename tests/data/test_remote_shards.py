@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from object_stores import Bucket, Proxy
+from object_stores import Bucket, Proxy, remove_variables
 from parity import COMMON
 from runner.shipped.data.shards.dataset import Shards
 from runner.shipped.data.shards.index import CRC
@@ -92,7 +92,9 @@ def test_a_damaged_copy_is_replaced_once(tmp_path: Path, bucket: Bucket, proxy: 
     assert proxy.counts["GET None"] == before + 1
 
 
-def test_a_failure_is_one_message(tmp_path: Path, bucket: Bucket, proxy: Proxy) -> None:
+def test_a_failure_is_one_message(
+    tmp_path: Path, bucket: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_vectors(tmp_path / "root", SIZES)
     address = upload(bucket, tmp_path / "root")
     with pytest.raises(ValueError, match=r"root=s3://no-such-bucket cannot be read: .*NoSuchBucket"):
@@ -108,6 +110,10 @@ def test_a_failure_is_one_message(tmp_path: Path, bucket: Bucket, proxy: Proxy) 
     upload(bucket, tmp_path / "root")
     with pytest.raises(ValueError, match=r"part-000\.tar"):
         opened(address, tmp_path / "cache", bucket)
+    remove_variables(monkeypatch)
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    with pytest.raises(ValueError, match=r"root=.* cannot be read: there are no credentials; set them in the envir"):
+        opened(address, tmp_path / "cache", bucket, proxy.port)
 
 
 @pytest.mark.parametrize("workers", [2, pytest.param(0, marks=THOROUGH)])

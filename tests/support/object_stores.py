@@ -92,7 +92,10 @@ def bucket(s3_port: int, monkeypatch: pytest.MonkeyPatch) -> Bucket:
     """Create an empty bucket, and set the environment variables that obstore reads."""
     for name, value in CREDENTIALS.items():
         monkeypatch.setenv(name, value)
-    name = f"bucket-{uuid.uuid4().hex[:12]}"
+    return create_bucket(s3_port, f"bucket-{uuid.uuid4().hex[:12]}")
+
+
+def create_bucket(s3_port: int, name: str) -> Bucket:
     connection = http.client.HTTPConnection("127.0.0.1", s3_port, timeout=60)
     scope = "AWS4-HMAC-SHA256 Credential=test/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
     connection.request("PUT", f"/{name}", headers={"Authorization": scope})

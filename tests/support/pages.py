@@ -17,6 +17,7 @@ class Page:
     """A page, by its name in docs/."""
 
     name: str
+    word: str = "mine"  # the commands that contain it are run
 
     @cached_property
     def text(self) -> str:
@@ -29,10 +30,10 @@ class Page:
 
     @cached_property
     def commands(self) -> list[str]:
-        """Return the lines of shell blocks that use the directory."""
+        """Return the lines of shell blocks that contain the word."""
         blocks = re.findall(r"```sh\n(.*?)```", self.text, re.DOTALL)
         joined = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-        return [line.partition("  #")[0].strip() for line in joined if "mine" in line]
+        return [line.partition("  #")[0].strip() for line in joined if self.word in line]
 
     @cached_property
     def refused(self) -> dict[str, str]:

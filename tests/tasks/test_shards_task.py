@@ -1,6 +1,7 @@
 """task=shards: the shards contain the samples of the dataset, and are complete after a kill."""
 
 import io
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,7 +28,13 @@ def test_a_run_reads_the_same_samples_from_shards(
     here: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for split in ("train", "val"):
-        options = ("data=digits", f"split={split}", "task.num_processes=2", "task.samples_per_shard=250")
+        options = (
+            "data=digits",
+            f"split={split}",
+            "task.num_processes=2",
+            "task.samples_per_shard=250",
+            "task.shuffle=false",
+        )
         assert here("task=shards", f"task.output={tmp_path / 'shards'}", *options) == 0, capfd.readouterr().err
     assert [*contents(tmp_path / "shards/val")] == ["00000000-00000249.tar", "00000250-00000359.tar"]
     assert f"read by  data=shards data.root={tmp_path / 'shards'}\n" in capfd.readouterr().out
@@ -41,6 +48,27 @@ def test_a_run_reads_the_same_samples_from_shards(
     root = f"data.root={tmp_path / 'shards'}"
     found = run(tmp_path / "tar", 2, "data=shards", root, *DIGITS, *COMMON, "parallel=ddp")
     assert_equal(found, expected)
+
+
+def test_samples_are_written_in_a_random_order(commands: Commands, tmp_path: Path) -> None:
+    orders = []
+    for seed in (0, 0, 1):
+        options = (
+            "data=toy",
+            "split=train",
+            f"seed={seed}",
+            f"task.output=shards-{len(orders)}",
+            "task.samples_per_shard=64",
+        )
+        assert commands.forked("task=shards", *options).returncode == 0
+        names = []
+        for path in sorted((tmp_path / f"shards-{len(orders)}" / "train").iterdir()):
+            with tarfile.open(path) as tar:
+                names += tar.getnames()
+        orders.append([int(name.partition(".")[0]) for name in names[::2]])  # each sample has two members
+    first, again, other = orders
+    assert first == again != other and first != sorted(first)
+    assert sorted(first) == sorted(other) == [*range(len(first))]
 
 
 @pytest.mark.fault("kill -9 of task=shards", outcome="survived")
@@ -70,7 +98,7 @@ def test_images_are_written_unchanged_to_a_bucket(bucket: Bucket, commands: Comm
         Image.fromarray(array).save(path)
     root, store = f"s3://{bucket.name}/shards", bucket.overrides(tmp_path)[2]
     words = ("task=shards", "data=image_folder", "data.root=images", "data.sample_shape=[3,16,16]", "split=train")
-    words += ("data.num_outputs=2", "task.samples_per_shard=4", f"task.output={root}", store)
+    words += ("data.num_outputs=2", "task.samples_per_shard=4", "task.shuffle=false", f"task.output={root}", store)
     for written in (2, 0):
         done = commands.runner(*words)
         assert done.returncode == 0, done.stderr
