@@ -12,6 +12,7 @@ MODES = {1: "L", 3: "RGB"}  # of Pillow, by the number of channels
 NOT_DECODED = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}  # Pillow only identifies them, or starts another program
 FULL_RANGE = {"JPEG2000", "PNG", "PPM", "TIFF"}  # formats in which 65535 is white in gray images of 16 bits
 BITS_PER_SAMPLE, PHOTOMETRIC, WHITE_IS_ZERO = 258, 262, 0  # tags of TIFF 6.0, and a value
+ORIENTATION, TURNED = 274, 5  # tag of EXIF, and its lowest value for an image that is turned by 90 degrees
 
 
 def image_endings() -> set[str]:
@@ -50,6 +51,17 @@ def decode_image(file: IO[bytes], mode: str) -> Image.Image:
         elif pixels.mode == "LAB":
             pixels = pixels.convert("RGB")  # Pillow converts LAB to no other mode
         return pixels.convert(mode)
+
+
+def image_shape(file: IO[bytes]) -> list[int]:
+    """Return the channels, height and width of the image in an open JPEG or PNG file, without decoding its pixels.
+
+    Raise an exception if the file is no image.
+    """
+    with Image.open(file) as image:
+        is_turned = "exif" in image.info and image.getexif().get(ORIENTATION, 1) >= TURNED
+        size = image.size if is_turned else (image.height, image.width)
+        return [1 if image.mode.startswith(("1", "L", "I", "F")) and image.mode != "LAB" else 3, *size]
 
 
 def scale_and_crop(image: Image.Image, height: int, width: int) -> Tensor:

@@ -4,6 +4,7 @@ import io
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,11 +15,10 @@ from torch.utils.data import Dataset
 
 from ..checks import check_rows, check_sizes
 from ..image_files import MODES, decode_image, scale_and_crop
-from .index import END, ENDINGS, LINE, START, ShardIndex, build_index, index_path, locked, read_index
+from .index import END, ENDINGS, IMAGES, LINE, START, ShardIndex, build_index, index_path, locked, read_index
 from .remote import RemoteShards
 
 BLOCK_BYTES = 8 * 2**20  # blocks have 2/3 to 3/2 of this size, because a shard is divided into equal parts
-IMAGES = ("jpg", "jpeg", "png")
 
 
 class Shards(Dataset[Any]):
@@ -30,6 +30,8 @@ class Shards(Dataset[Any]):
     replace the extensions.
 
     Args:
+        sample_shape: the shape of the inputs; None: that of all images, or of the first sample.
+        num_outputs: the number of classes, or of numbers to predict; None: as in the shards.
         root: the directory, or an address in an object store, such as s3://bucket/prefix.
         input: the extension or field of the inputs; None: the only one besides that of the targets.
         target: the extension or field of the targets.
@@ -41,15 +43,15 @@ class Shards(Dataset[Any]):
 
     `block_ends`, (num_blocks,), contains the number of samples up to the end of each block of about 8 MiB.
     Raises ValueError if there are no shards, a shard is truncated or has changed since it was indexed, a member is
-    missing or cannot be decoded, or sample_shape or num_outputs differ from those of the samples.
+    missing or cannot be decoded, or sample_shape or num_outputs do not fit the samples, or are None and not found.
     """
 
     def __init__(
         self,
         split: Literal["train", "val", "test"],
-        sample_shape: Sequence[int],
-        num_outputs: int,
-        root: str,
+        sample_shape: Sequence[int] | None = None,
+        num_outputs: int | None = None,
+        root: str = "datasets/shards",
         input: str | None = None,
         target: str = "cls",
         decode: Callable[[dict[str, bytes]], Any] | None = None,
@@ -58,10 +60,10 @@ class Shards(Dataset[Any]):
         cache_gb: float = 10.0,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        check_sizes(sample_shape, num_outputs)
+        check_sizes(sample_shape or [1], 1 if num_outputs is None else num_outputs)
         if window is not None and window < 1:
             raise ValueError(f"window={window} must be at least 1, or null for all blocks")
-        self.window, self.decode, self.shape = window, decode, list(sample_shape)
+        self.window, self.decode = window, decode
         cache = Path(cache_dir).expanduser()
         self.remote: RemoteShards | None = None
         if "://" in root:
@@ -79,7 +81,17 @@ class Shards(Dataset[Any]):
             self._check_cache(cache_gb)
         self.target, self.input = target, input or ""
         if decode is None:
-            self._check_samples(num_outputs)
+            self._choose_members()
+        self.sample_shape = self._find_shape() if sample_shape is None else list(sample_shape)
+        if decode is None:
+            self._check_shape()
+        self.num_outputs = self._find_num_outputs() if num_outputs is None else num_outputs
+        classes = self.index.found.num_classes.get(target, 0)
+        if decode is None and target.endswith("cls") and self.num_outputs < classes:
+            raise ValueError(
+                f"num_outputs={num_outputs} must be at least {classes}, because the {split} split has a class "
+                f"{classes - 1}; set data.num_outputs={classes}"
+            )
 
     def __len__(self) -> int:
         return len(self.index)
@@ -132,16 +144,16 @@ class Shards(Dataset[Any]):
     def _tensor(self, fields: Mapping[str, Any], name: str) -> Tensor:
         if name not in fields:
             raise ValueError(f"it has no {name}")
-        content, kind = fields[name], name.rpartition(".")[2]
+        content, kind = fields[name], _kind(name)
         if not isinstance(content, bytes):  # a field of JSON
             return _as_numbers(content)
         if kind in IMAGES:
-            image = decode_image(io.BytesIO(content), MODES[self.shape[0]])
-            return scale_and_crop(image, *self.shape[1:]).to(torch.float32).div_(255)
+            image = decode_image(io.BytesIO(content), MODES[self.sample_shape[0]])
+            return scale_and_crop(image, *self.sample_shape[1:]).to(torch.float32).div_(255)
         return _DECODERS[kind](content)
 
-    def _check_samples(self, num_outputs: int) -> None:
-        """Choose the inputs. Raise ValueError unless the first sample, and the classes of all, fit the options."""
+    def _choose_members(self) -> None:
+        """Choose the inputs. Raise ValueError unless the first sample has the members, and they can be decoded."""
         first = self._read(0)
         names = list(json.loads(first[LINE])) if LINE in first else list(first)
         others = [name for name in names if name != self.target]
@@ -152,21 +164,46 @@ class Shards(Dataset[Any]):
             raise ValueError(f"input=null: the inputs are one of {', '.join(others) or 'no members'}; name it")
         self.input = self.input or others[0]
         for name in (self.input, self.target) if LINE not in first else ():
-            if (kind := name.rpartition(".")[2]) not in (*_DECODERS, *IMAGES):
+            if (kind := _kind(name)) not in (*_DECODERS, *IMAGES):
                 known = ", ".join(sorted((*_DECODERS, *IMAGES)))
                 raise ValueError(f"decode=null: .{kind} is none of {known}; set data.decode to a function")
-        if self.input.rpartition(".")[2] in IMAGES and (len(self.shape) != 3 or self.shape[0] not in MODES):
-            raise ValueError(f"sample_shape={self.shape} must be [channels, height, width] with 1 or 3 channels")
-        found = list(self[0][0].shape)
-        if found != self.shape:
+
+    def _check_shape(self) -> None:
+        shape = self.sample_shape
+        if _kind(self.input) in IMAGES and (len(shape) != 3 or shape[0] not in MODES):
+            raise ValueError(f"sample_shape={shape} must be [channels, height, width] with 1 or 3 channels")
+        if (found := list(self[0][0].shape)) != shape:
+            raise ValueError(f"sample_shape={shape} must be {found}, as in the shards; set data.sample_shape={found}")
+
+    def _find_shape(self) -> list[int]:
+        """Return the shape of the inputs. Raise ValueError if they are images of several shapes, or no tensor."""
+        if self.decode is None and _kind(self.input) in IMAGES:
+            if shape := self.index.found.shapes.get(self.input):
+                return shape
             raise ValueError(
-                f"sample_shape={self.shape} must be {found}, as in the shards; set data.sample_shape={found}"
+                f"sample_shape=null: the images .{self.input} have different sizes; set the one to which they are "
+                "scaled, such as data.sample_shape=[3,224,224]"
             )
-        if self.target.rpartition(".")[2] == "cls" and num_outputs != (classes := self.index.num_classes[self.target]):
-            raise ValueError(
-                f"num_outputs={num_outputs} must be {classes}, the number of classes in the shards; "
-                f"set data.num_outputs={classes}"
-            )
+        sample = self[0]
+        if isinstance(sample, (tuple, list)) and len(sample) == 2 and isinstance(sample[0], Tensor) and sample[0].dim():
+            return list(sample[0].shape)
+        raise ValueError("sample_shape=null: the inputs are not one tensor of at least one dim; set data.sample_shape")
+
+    def _find_num_outputs(self) -> int:
+        """Return the number of classes, or of numbers to predict. Raise ValueError if it is unknown."""
+        sample = self[0]
+        if isinstance(sample, (tuple, list)) and len(sample) == 2:
+            with suppress(TypeError, ValueError, RuntimeError):  # the targets may be anything
+                target = torch.as_tensor(sample[1])
+                if target.is_floating_point() and target.dim() < 2:
+                    return target.numel()
+                if not target.is_floating_point() and self.target in self.index.found.num_classes:
+                    return self.index.found.num_classes[self.target]
+        raise ValueError("num_outputs=null: the index does not contain the number of classes; set data.num_outputs")
+
+
+def _kind(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _read_bytes(path: Path, start: int, end: int) -> bytes:

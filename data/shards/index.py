@@ -2,25 +2,56 @@
 
 import fcntl
 import hashlib
+import io
 import json
 import os
 import tarfile
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-FORMAT = 1  # of the file
+from ..image_files import image_shape
+
+FORMAT = 2  # of the file
 NAME = "index.shards"
 ENDINGS = (".tar", ".jsonl")
 LINE = "jsonl"  # the only member of a sample in JSON lines
+IMAGES = ("jpg", "jpeg", "png")
 START, END, CRC = range(3)  # columns: the bytes of the sample in its shard, and their CRC-32; then those of the members
 
 Members = dict[str, tuple[int, int]]  # first byte and number of bytes of each member, by extension
+
+
+@dataclass
+class Sizes:
+    """The sizes that all samples determine, by the extension of the member, or the field of JSON lines."""
+
+    num_classes: dict[str, int] = field(default_factory=dict)  # 1 + the largest class (.cls) or integer (JSON lines)
+    shapes: dict[str, list[int] | None] = field(default_factory=dict)  # (C, H, W) of images; None if they differ
+
+    def add(self, extension: str, content: bytes) -> None:
+        """Include a member. Raise ValueError if it should be a class, and is none."""
+        kind = extension.rpartition(".")[2]
+        if kind == "cls":
+            self._add_class(extension, int(content))
+        elif kind == "txt":
+            self._add_class(extension, 255)
+        with suppress(Exception):  # reading the sample reports content that is damaged
+            if kind in IMAGES:
+                shape = image_shape(io.BytesIO(content))
+                self.shapes[extension] = shape if self.shapes.get(extension, shape) == shape else None
+            elif kind == LINE:
+                for name, value in json.loads(content).items():
+                    if type(value) is int:
+                        self._add_class(name, value)
+
+    def _add_class(self, name: str, number: int) -> None:
+        self.num_classes[name] = max(self.num_classes.get(name, 1), 1 + number)
 
 
 @dataclass(frozen=True)
@@ -36,7 +67,7 @@ class ShardIndex:
     e_tags: list[str]  # of shards in an object store; empty strings for local files
     ends: np.ndarray  # (num_shards,), the number of samples up to the end of each shard
     extensions: list[str]  # of the members
-    num_classes: dict[str, int]  # 1 + the largest class, by the extension .cls of the members
+    found: Sizes
     table: np.ndarray  # (num_samples, 3 + 2 * len(extensions)) int64: see START; a missing member has the size -1
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -104,7 +135,8 @@ def read_index(path: Path) -> ShardIndex:
             raise ValueError("another version wrote it")
         count, extensions = header["ends"][-1], header["extensions"]
         table = np.memmap(path, np.int64, "r", len(line), (count, 3 + 2 * len(extensions)))
-        return ShardIndex(path, table=table, **{**header, "ends": np.array(header["ends"])})
+        found = Sizes(**header.pop("found"))
+        return ShardIndex(path, table=table, found=found, **{**header, "ends": np.array(header["ends"])})
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{path} cannot be read ({error}); remove it to index the shards again") from None
 
@@ -115,10 +147,10 @@ def build_index(path: Path, shards: Iterator[tuple[str, Path, str]]) -> None:
     The file is complete or absent at any time. Raise ValueError if a shard cannot be read, or OSError.
     """
     names, sizes, e_tags, ends, rows = list[str](), list[int](), list[str](), list[int](), list[Any]()
-    extensions, num_classes = list[str](), dict[str, int]()
+    extensions, sizes_found = list[str](), Sizes()
     for name, copy, e_tag in shards:
         try:
-            found = list(_samples_of(copy, name, num_classes))
+            found = list(_samples_of(copy, name, sizes_found))
         except (tarfile.TarError, EOFError) as error:
             raise ValueError(f"{name} cannot be read ({error}); replace or remove it") from None
         if not found:
@@ -138,7 +170,7 @@ def build_index(path: Path, shards: Iterator[tuple[str, Path, str]]) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(partial, "wb") as file:
-            file.write(json.dumps({**header, "extensions": extensions, "num_classes": num_classes}).encode() + b"\n")
+            file.write(json.dumps({**header, "extensions": extensions, "found": asdict(sizes_found)}).encode() + b"\n")
             file.write(table.tobytes())
         partial.rename(path)
     finally:
@@ -162,10 +194,10 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _samples_of(path: Path, name: str, num_classes: dict[str, int]) -> Iterator[tuple[int, int, int, Members]]:
+def _samples_of(path: Path, name: str, found: Sizes) -> Iterator[tuple[int, int, int, Members]]:
     """Yield the first byte, the end and the CRC-32 of each sample of a shard, and its members by extension.
 
-    Raise `num_classes` to the classes of the members .cls.
+    Include the members in `found`.
     """
     with open(path, "rb") as file:
         parts = _lines(file) if name.endswith(".jsonl") else _tar_samples(file, name)
@@ -175,14 +207,11 @@ def _samples_of(path: Path, name: str, num_classes: dict[str, int]) -> Iterator[
             content = os.pread(file.fileno(), end - start, start)
             if len(content) < end - start:
                 raise EOFError("unexpected end of data")
-            for extension in members:
-                if extension.rpartition(".")[2] == "cls":
-                    at, size = members[extension]
-                    try:
-                        largest = int(content[at - start : at - start + size])
-                    except ValueError as error:
-                        raise ValueError(f"{name}: a file .{extension} is not a class ({error})") from None
-                    num_classes[extension] = max(num_classes.get(extension, 0), 1 + largest)
+            for extension, (at, size) in members.items():
+                try:
+                    found.add(extension, content[at - start : at - start + size])
+                except ValueError as error:
+                    raise ValueError(f"{name}: a file .{extension} is not a class ({error})") from None
             yield start, end, zlib.crc32(content), members
 
 

@@ -1,7 +1,7 @@
 """Composition of the overrides into one configuration, which is resolved, typed and checked."""
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runner.config.changes import check_resumable
 from runner.config.custom_dirs import on_search_path
+from runner.config.data_sizes import find_sizes, unknown_sizes
 from runner.config.diagnostics.import_target import import_torch
 from runner.config.diagnostics.keys import value_problem
 from runner.config.diagnostics.overrides import explain, explain_keys
@@ -105,18 +106,17 @@ def checked(cfg: DictConfig, overrides: Sequence[str]) -> Config:
     """
     choices = cfg.hydra.runtime.choices if "hydra" in cfg else {}  # a job of a sweep has been checked before
     groups = (*GROUPS, *NAMED_GROUPS)
-    try:
-        own = OmegaConf.to_container(OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"]))
-        # Resolved without types: an environment variable is always text, which is converted afterwards.
-        container: Any = OmegaConf.to_container(OmegaConf.create(own), resolve=True)
-        container = typed_keys(container)
-        typed: Any = OmegaConf.to_container(OmegaConf.merge(Config, container))  # checks the keys and the types
-        container = {key: container[key] if key in groups else value for key, value in typed.items()}
-    except OmegaConfBaseException as error:
-        raise InputError(value_problem(cfg, error, overrides, choices)) from None
+    own: Any = OmegaConf.to_container(OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"]))
+    unknown = unknown_sizes(own["data"])
+    with _as_value_problem(cfg, overrides, choices):
+        container = _resolved(own, unknown)
     if messages := check_types(container, choices) or check_values(as_config(container)):
         raise InputError(*messages)
     import_torch()
+    if unknown:  # models refer to the sizes
+        node = typed_options(container["data"], DESCRIBED["data"])
+        with _as_value_problem(cfg, overrides, choices):
+            container = _resolved(own, find_sizes(node | dict.fromkeys(unknown), choices))
     container |= {key: typed_options(container[key], DESCRIBED.get(key)) for key in groups}
     optimizer = container["optimizer"]
     if "groups" in optimizer:
@@ -125,3 +125,24 @@ def checked(cfg: DictConfig, overrides: Sequence[str]) -> Config:
     if messages := check_input(config, choices) + check_resumable(config, choices):
         raise InputError(*messages)
     return apply_debug(config)
+
+
+@contextmanager
+def _as_value_problem(cfg: DictConfig, overrides: Sequence[str], choices: Mapping[str, str]) -> Iterator[None]:
+    """Replace an exception of OmegaConf by InputError, which names the wrong value."""
+    try:
+        yield
+    except OmegaConfBaseException as error:
+        raise InputError(value_problem(cfg, error, overrides, choices)) from None
+
+
+def _resolved(own: dict[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration without references, with the types of the schema, and with these sizes of the data."""
+    groups = (*GROUPS, *NAMED_GROUPS)
+    if sizes:
+        own = {**own, "data": {**own["data"], **sizes}}
+    # Resolved without types: an environment variable is always text, which is converted afterwards.
+    container: Any = OmegaConf.to_container(OmegaConf.create(own), resolve=True)
+    container = typed_keys(container)
+    typed: Any = OmegaConf.to_container(OmegaConf.merge(Config, container))  # checks the keys and the types
+    return {key: container[key] if key in groups else value for key, value in typed.items()}

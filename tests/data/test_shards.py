@@ -115,7 +115,7 @@ def test_a_truncated_shard_is_refused_before_it_is_indexed(tmp_path: Path) -> No
     ("options", "message"),
     [
         ({"shape": [7]}, r"sample_shape=\[7\] must be \[8\], .* set data.sample_shape=\[8\]"),
-        ({"classes": 3}, "num_outputs=3 must be 4, .* set data.num_outputs=4"),
+        ({"classes": 3}, "num_outputs=3 must be at least 4, .* set data.num_outputs=4"),
         ({"target": "json"}, "target=json: the first sample has only npy, cls"),
         ({"input": "jpg"}, "input=jpg: the first sample has only npy, cls"),
         ({"window": 0}, "window=0 must be at least 1"),
@@ -125,6 +125,52 @@ def test_options_that_do_not_fit_the_shards_are_refused(tmp_path: Path, options:
     save_vectors(tmp_path, SIZES[:1])
     with pytest.raises(ValueError, match=message):
         opened(tmp_path, **options)
+
+
+def found(root: Path, **options: Any) -> tuple[list[int], int]:
+    data = Shards("train", root=str(root), cache_dir=str(root.parent / "cache"), **options)
+    return data.sample_shape, data.num_outputs
+
+
+def picture(height: int, width: int, mode: str = "RGB", **options: Any) -> bytes:
+    Image.new(mode, (width, height)).save(file := io.BytesIO(), "jpeg", **options)
+    return file.getvalue()
+
+
+def test_shape_and_number_of_outputs_are_found_in_the_shards(tmp_path: Path) -> None:
+    save_vectors(tmp_path / "vectors", SIZES)
+    assert found(tmp_path / "vectors") == ([8], 4)
+    assert found(tmp_path / "vectors", decode=lambda members: (torch.zeros(2, 3), int(members["cls"]))) == ([2, 3], 4)
+    (exif := Image.Exif())[274] = 6  # turned by 90 degrees
+    images = [{"jpg": picture(16, 20), "cls": b"2"}, {"jpg": picture(20, 16, exif=exif), "cls": b"0"}]
+    save_tar(tmp_path / "images" / "a.tar", images)
+    assert found(tmp_path / "images") == ([3, 16, 20], 3)
+    save_tar(tmp_path / "gray" / "a.tar", [{"jpg": picture(16, 20, "L"), "npy": npy(np.zeros(5))}])
+    assert found(tmp_path / "gray", target="npy") == ([1, 16, 20], 5)
+    (tmp_path / "lines").mkdir()
+    (tmp_path / "lines" / "a.jsonl").write_text('{"x": [1, 2], "y": 6, "z": 0.5}\n{"x": [3, 4], "y": 2, "z": 1}\n')
+    assert found(tmp_path / "lines", input="x", target="y") == ([2], 7)
+    assert found(tmp_path / "lines", input="x", target="z") == ([2], 1)
+
+
+def test_sizes_that_the_shards_do_not_determine_are_named(tmp_path: Path) -> None:
+    save_tar(tmp_path / "images" / "a.tar", [{"jpg": picture(16, size), "cls": b"0"} for size in (16, 20)])
+    with pytest.raises(ValueError, match=r"sample_shape=null: the images \.jpg have different sizes; set .* data\."):
+        found(tmp_path / "images")
+    save_tar(tmp_path / "pixels" / "a.tar", [{"npy": npy(np.zeros(2)), "map.npy": npy(np.zeros((2, 2), int))}])
+    with pytest.raises(ValueError, match=r"num_outputs=null: .* set data.num_outputs"):
+        found(tmp_path / "pixels", target="map.npy")
+    with pytest.raises(ValueError, match=r"sample_shape=null: .* set data.sample_shape"):
+        found(tmp_path / "pixels", decode=lambda members: members)
+
+
+def test_a_validation_split_may_lack_the_highest_class(tmp_path: Path) -> None:
+    vector = npy(np.zeros(8))
+    for split, labels in (("train", (0, 1, 2)), ("val", (1, 0)), ("test", (1, 3))):
+        save_tar(tmp_path / split / "a.tar", [{"npy": vector, "cls": b"%d" % label} for label in labels])
+    assert len(Shards("val", [8], 3, str(tmp_path))) == 2
+    with pytest.raises(ValueError, match="num_outputs=3 must be at least 4, because the test split has a class 3"):
+        Shards("test", [8], 3, str(tmp_path))
 
 
 def test_the_order_reads_the_blocks_of_a_window_at_a_time(tmp_path: Path) -> None:
@@ -157,7 +203,7 @@ def test_a_part_of_the_samples_keeps_the_blocks(tmp_path: Path) -> None:
 
 
 def overrides(root: Path) -> list[str]:
-    shards = [f"data.root={root}", "data.sample_shape=[8]", "data.num_outputs=4", "data.window=3"]
+    shards = [f"data.root={root}", "data.window=3"]  # sample_shape and num_outputs are found
     model = ["model=mlp", "model.hidden=[6]", "val_fraction=0.2", "batch_size=7", "parallel=ddp"]
     return ["data=shards", *shards, *model, *COMMON, "epochs=3", "max_steps=16", "log_every=1"]
 
