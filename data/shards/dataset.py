@@ -39,7 +39,7 @@ class Shards(Dataset[Any]):
         window: the number of blocks whose samples are shuffled together; None: all blocks.
         cache_dir: the directory of the index, if it cannot be written beside the shards, and of copied blocks.
         cache_gb: the size of the copied blocks of an address, over all processes of the machine.
-        options: of obstore, for an address; see its documentation. It reads credentials from the environment.
+        remote_options: of obstore, for an address; see its documentation. It reads credentials from the environment.
 
     `block_ends`, (num_blocks,), contains the number of samples up to the end of each block of about 8 MiB.
     Raises ValueError if there are no shards, a shard is truncated or has changed since it was indexed, a member is
@@ -58,7 +58,7 @@ class Shards(Dataset[Any]):
         window: int | None = 16,
         cache_dir: str = "datasets/shards_cache",
         cache_gb: float = 10.0,
-        options: Mapping[str, Any] | None = None,
+        remote_options: Mapping[str, Any] | None = None,
     ) -> None:
         check_sizes(sample_shape or [1], 1 if num_outputs is None else num_outputs)
         if window is not None and window < 1:
@@ -71,7 +71,7 @@ class Shards(Dataset[Any]):
                 cache.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise ValueError(f"cache_dir={cache_dir} cannot be created ({error.strerror})") from None
-            self.remote = RemoteShards(root.rstrip("/"), split, options or {}, cache, cache_gb)
+            self.remote = RemoteShards(root.rstrip("/"), split, remote_options or {}, cache, cache_gb)
             self.index = _open_remote_index(self.remote, cache)
         else:
             self.directory = _directory(root, split)

@@ -29,7 +29,8 @@ class RemoteShards:
     def __init__(self, root: str, split: str, options: Mapping[str, Any], cache: Path, cache_gb: float):
         if secrets := [name for name in options if _SECRET.search(name.lower())]:
             raise ValueError(
-                f"options.{secrets[0]} must not be in the configuration, which is recorded; set it in the environment"
+                f"remote_options.{secrets[0]} must not be in the configuration, which is recorded; set it in the "
+                "environment"
             )
         self.root, self._options, self._cache, self._cache_gb = root, dict(options), cache, cache_gb
         with tempfile.TemporaryFile() as file:

@@ -235,6 +235,7 @@ FREE_ON_RESUME: tuple[str, ...] = (
     *("parallel", "backend", "launcher", "threads", "logger", "log_every", "checkpoint", "profile", "init_from"),
     *("keep_samples", "train_metrics", "replay_every_steps"),
     *("loader.num_workers", "loader.pin_memory", "loader.prefetch", "loader.timeout_s", "model.devices"),
+    *("data.cache", "data.cache_dir", "data.cache_gb", "data.remote_options"),
 )
 # Keys that determine the model, the order of the data or a step. A resumed run refuses their changes.
 FIXED_ON_RESUME: tuple[str, ...] = (

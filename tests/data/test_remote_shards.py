@@ -13,8 +13,9 @@ from object_stores import Bucket, Proxy, remove_variables
 from parity import COMMON
 from runner.shipped.data.shards.dataset import Shards
 from runner.shipped.data.shards.index import CRC
+from sample_log import samples_of
 from shard_files import save_vectors
-from worlds import run
+from worlds import Run, run
 
 SIZES = [5, 11, 1, 7, 13, 9, 4, 10]
 THOROUGH = pytest.mark.thorough
@@ -37,7 +38,7 @@ def upload(bucket: Bucket, directory: Path) -> str:
 
 
 def opened(root: str, cache: Path, bucket: Bucket, port: int | None = None, **options: Any) -> Shards:
-    return Shards("train", [8], 4, root, cache_dir=str(cache), options=bucket.options(port), **options)
+    return Shards("train", [8], 4, root, cache_dir=str(cache), remote_options=bucket.options(port), **options)
 
 
 def test_samples_are_those_of_local_shards(tmp_path: Path, bucket: Bucket) -> None:
@@ -124,7 +125,7 @@ def test_steps_are_those_of_local_shards(tmp_path: Path, bucket: Bucket, workers
     model = ["model=mlp", "model.hidden=[6]", "batch_size=7", "data=shards", *sizes]
     common = [*model, *COMMON, "max_steps=12", "log_every=1"]
     local = run(tmp_path / "local", 1, *common, f"data.root={tmp_path / 'root'}", "parallel=none")
-    options = f'data.options={{endpoint:"http://127.0.0.1:{bucket.port}",allow_http:true}}'
+    options = f'data.remote_options={{endpoint:"http://127.0.0.1:{bucket.port}",allow_http:true}}'
     address = upload(bucket, tmp_path / "root")
     others = [f"data.root={address}", options, f"loader.num_workers={workers}", "parallel=ddp"]
     remote = run(tmp_path / "remote", 2, *common, *others)
@@ -132,6 +133,39 @@ def test_steps_are_those_of_local_shards(tmp_path: Path, bucket: Bucket, workers
     assert remote.values("val/loss") == pytest.approx(local.values("val/loss"), rel=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ((2, 2), (1, 0)),
+        pytest.param((1, 2), (3, 0), marks=THOROUGH),
+        pytest.param((3, 2), (2, 0), marks=THOROUGH),
+        pytest.param((1, 0), (2, 2), marks=THOROUGH),
+        pytest.param((2, 0), (3, 2), marks=THOROUGH),
+        pytest.param((3, 0), (1, 2), marks=THOROUGH),
+    ],
+)
+def test_ranks_workers_and_a_resume_on_another_machine_do_not_change_the_samples(
+    tmp_path: Path, bucket: Bucket, first: tuple[int, int], second: tuple[int, int]
+) -> None:
+    save_vectors(tmp_path / "root", SIZES)
+    address = upload(bucket, tmp_path / "root")
+    options = [f'data.remote_options={{endpoint:"http://127.0.0.1:{bucket.port}",allow_http:true}}', "data.window=3"]
+    data = ["data=shards", "data.sample_shape=[8]", "data.num_outputs=4", *options, "val_fraction=0.2"]
+    model = ["model=mlp", "model.hidden=[6]", "batch_size=7", "+callbacks.log._target_=sample_log.SampleLog"]
+    common = [*data, *model, *COMMON, "epochs=3", "max_steps=16", "log_every=1"]
+    whole = run(tmp_path / "whole", 1, *common, f"data.root={tmp_path / 'root'}")
+
+    def resumed(machine: str, counts: tuple[int, int], *others: str) -> Run:
+        mode = "parallel=ddp" if counts[0] > 1 else "parallel=none"
+        cache = f"data.cache_dir={tmp_path / machine}"
+        return run(tmp_path / "part", counts[0], *others, mode, cache, f"loader.num_workers={counts[1]}")
+
+    part = resumed("one", first, *common, f"data.root={address}", "max_steps=9")
+    found = resumed("two", second, f"resume={part.path}", "max_steps=16")
+    assert samples_of(found) == samples_of(whole) and len(samples_of(found)) == 16
+    assert found.losses == pytest.approx(whole.losses, rel=1e-9)
+
+
 def test_a_secret_among_the_options_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"options.secret_access_key must not be in the configuration"):
-        Shards("train", [8], 4, "s3://bucket/x", cache_dir=str(tmp_path), options={"secret_access_key": "x"})
+    with pytest.raises(ValueError, match=r"remote_options.secret_access_key must not be in the configuration"):
+        Shards("train", [8], 4, "s3://bucket/x", cache_dir=str(tmp_path), remote_options={"secret_access_key": "x"})

@@ -1,7 +1,6 @@
 """Runs with an IterableDataset: the numbers of a map-style dataset, resuming, and refusals."""
 
 import copy
-import json
 import os
 import threading
 from collections.abc import Iterator
@@ -12,10 +11,11 @@ import pytest
 import torch
 from parity import COMMON, assert_equal
 from runner.shipped.data.toy import ToyRegression
+from sample_log import samples_of
 from torch.utils.data import IterableDataset, get_worker_info
 from worlds import Run, build_experiment, run
 
-from runner import Callback, InputError
+from runner import InputError
 from runner.input.loader import Loader
 from runner.input.rng import seeded
 from runner.input.sampler import Sampler
@@ -156,31 +156,6 @@ class Opened(Walk):
         self.lock = threading.Lock()
 
 
-class Log(Callback):
-    """Writes the samples of each step on each rank."""
-
-    def on_start(self, run: Any) -> None:
-        self.path = run.directory / f"samples-{run.rank}.jsonl"
-
-    def allows_update(self, update: Any) -> bool:
-        line = {"step": update.state.step, "epoch": update.state.epoch}
-        with self.path.open("a") as file:
-            for micro_batch in update.batch.micro_batches:
-                read = micro_batch.targets[: micro_batch.num_samples].tolist()
-                file.write(json.dumps(line | {"indices": list(micro_batch.indices), "read": read}) + "\n")
-        return True
-
-
-def samples_of(found: Run) -> dict[tuple[int, int], list[Any]]:
-    """Return the index and targets of the samples of each step, over all ranks."""
-    steps: dict[tuple[int, int], list[Any]] = {}
-    for path in found.path.glob("samples-*.jsonl"):
-        for line in map(json.loads, path.read_text().splitlines()):
-            pairs = zip(line["indices"], line["read"], strict=True)
-            steps.setdefault((line["step"], line["epoch"]), []).extend(pairs)
-    return {step: sorted(pairs) for step, pairs in sorted(steps.items())}
-
-
 def overrides(conf: Path, kind: str, *more: str) -> list[str]:
     (conf / "data").mkdir(parents=True, exist_ok=True)
     (conf / "data" / "mine.yaml").write_text(f"_target_: test_stream.{kind}\nsample_shape: [10]\nnum_outputs: 5\n")
@@ -189,7 +164,7 @@ def overrides(conf: Path, kind: str, *more: str) -> list[str]:
 
 def train(folder: Path, ranks: int, kind: str, *more: str, size: int = 90) -> Run:
     mode = ["parallel=ddp"] if ranks > 1 else []
-    options = (f"batch_size={size}", "+callbacks.log._target_=test_stream.Log", *mode, *more)
+    options = (f"batch_size={size}", "+callbacks.log._target_=sample_log.SampleLog", *mode, *more)
     return run(folder, ranks, *overrides(folder.parent / kind, kind, *options))
 
 

@@ -105,13 +105,35 @@ def test_images_are_written_unchanged_to_a_bucket(bucket: Bucket, commands: Comm
         assert f"2 of 6 samples in {root}/train, of which {written} were written now" in done.stdout
     folder = ImageFolder("train", [3, 16, 16], 2, str(tmp_path / "images"))
     cache = str(tmp_path / "cache")
-    shards = Shards("train", [3, 16, 16], 2, root, cache_dir=cache, options=bucket.options())
+    shards = Shards("train", [3, 16, 16], 2, root, cache_dir=cache, remote_options=bucket.options())
     assert all(torch.equal(shards[index][0], folder[index][0]) for index in range(6))
     assert [int(shards[index][1]) for index in range(6)] == [0, 0, 0, 1, 1, 1]
     assert shards._read(5)["jpg"] == (tmp_path / "images/train/1/5.jpg").read_bytes()
     failed = commands.runner(*(word.replace("/shards", "x/shards") for word in words))
     assert failed.returncode == 1 and f"task.output=s3://{bucket.name}x/shards/train" in failed.stderr
     assert len(failed.stderr.splitlines()) <= 3, failed.stderr
+
+
+def test_shards_in_a_bucket_are_written_again(bucket: Bucket, commands: Commands, tmp_path: Path) -> None:
+    """In shards of another size, at another address, and in the first order again."""
+    first, second, store = (f"s3://{bucket.name}/first", f"s3://{bucket.name}/second", bucket.overrides(tmp_path)[2])
+    words = ("task=shards", "split=val", "task.shuffle=false", store)
+    done = commands.forked(*words, "data=digits", f"task.output={first}", "task.samples_per_shard=100")
+    assert done.returncode == 0, done.stderr
+    sizes = ("data.sample_shape=[1,28,28]", "data.num_outputs=10")
+    words += ("data=shards", f"data.root={first}", *sizes, "task.samples_per_shard=150", "task.num_processes=2")
+    done = commands.forked(*words, f"task.output={second}")
+    assert done.returncode == 0, done.stderr
+    assert f"3 of 360 samples in {second}/val, of which 3 were written now" in done.stdout
+    cache, options = str(tmp_path / "cache"), bucket.options()
+    before, after = (
+        Shards("val", [1, 28, 28], 10, root, cache_dir=cache, remote_options=options) for root in (first, second)
+    )
+    assert len(before) == len(after) == 360
+    for index in (0, 149, 150, 359):
+        assert all(
+            torch.equal(torch.as_tensor(one), other) for one, other in zip(before[index], after[index], strict=True)
+        )
 
 
 @pytest.mark.parametrize(
