@@ -181,6 +181,14 @@ def read_manifest(path: Path) -> dict[str, FileRecord]:
     return files
 
 
+def is_complete(path: Path) -> bool:
+    """Return False if files are missing that machines without a shared file system have written for themselves."""
+    try:
+        return all((path / name).exists() for name in read_manifest(path))
+    except ValueError:  # the manifest is damaged
+        return True
+
+
 def verify(path: Path, part: int = 0, num_parts: int = 1, shards: bool = True) -> None:
     """Raise ValueError, which names the file, if a file of the checkpoint is missing or is not what was saved.
 
@@ -192,7 +200,7 @@ def verify(path: Path, part: int = 0, num_parts: int = 1, shards: bool = True) -
     large = sorted(name for name in files if not name.endswith(".json"))
     skipped = {*large} - {*large[part::num_parts]} if shards else {*large}
     for name, record in files.items():
-        if not _matches(path / name, record, is_hashed=name not in skipped):
+        if not is_saved(path / name, record, is_hashed=name not in skipped):
             raise ValueError(f"{path / name} is not what was saved; the checkpoint is damaged")
     try:
         read_train_state(path)
@@ -210,7 +218,8 @@ def check_regular(path: Path) -> None:
                 raise ValueError(f"{entry.path} is not what was saved: {reason}; the checkpoint is damaged")
 
 
-def _matches(path: Path, record: FileRecord, is_hashed: bool) -> bool:
+def is_saved(path: Path, record: FileRecord, is_hashed: bool = True) -> bool:
+    """Return True if the file is what was saved, or with `is_hashed=False` if it has the same size."""
     try:
         with open(path, "rb", opener=without_links) as file:
             if path.stat().st_size != record["size"]:

@@ -6,6 +6,7 @@ A process of its own uses the store, because a rank forks the workers of its loa
 import fcntl
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from runner.checkpoints.layout import BEST, LAST, MANIFEST, STEP, best_steps, list_checkpoints, step_of, verify
+from runner.checkpoints.layout import (
+    BEST,
+    LAST,
+    MANIFEST,
+    STEP,
+    FileRecord,
+    best_steps,
+    is_complete,
+    is_saved,
+    list_checkpoints,
+    read_manifest,
+    step_of,
+    verify,
+)
+from runner.checkpoints.part_mirror import WANTED
 from runner.errors import InputError
 from runner.records.attempts import ATTEMPTS
 from runner.records.ledger import LEDGER
@@ -42,6 +57,7 @@ def pull(
     local_dir: str | None = None,
     directory: Path | None = None,
     is_optional: bool = False,
+    is_locked: bool = False,
 ) -> Path:
     """Download what the local copy of an address lacks, and return the directory of the copy.
 
@@ -55,13 +71,14 @@ def pull(
         options, local_dir: the values of remote.options and remote.local_dir.
         directory: the directory of the copy; None selects the one in `local_dir`.
         is_optional: do not raise InputError if the address contains no run.
+        is_locked: the address is that of a run that the caller has locked: download only checkpoints.
     """
     parsed = Address.parse(address, key)
     copy = directory or parsed.local_directory(local_dir)
     if secrets := secret_options(options or {}, parsed.scheme):
         raise InputError(*secrets)
     order = {"address": address, "key": key, "checkpoints": checkpoints, "options": dict(options or {})}
-    text = json.dumps(order | {"directory": str(copy), "is_optional": is_optional})
+    text = json.dumps(order | {"directory": str(copy), "is_optional": is_optional, "is_locked": is_locked})
     done = subprocess.run(_COMMAND, input=text, stdout=subprocess.PIPE, text=True, check=False)
     if messages := json.loads(done.stdout or f'["{key}={address}: its download has ended unexpectedly"]'):
         raise InputError(*messages)
@@ -74,6 +91,8 @@ def _pull(order: Mapping[str, Any]) -> None:
     objects = store.list()
     # The longest path first, so that an object belongs to the innermost run.
     runs = {each.path.rpartition("/")[0] for each in objects if each.path.rpartition("/")[2] in (OVERRIDES, LEDGER)}
+    if order["is_locked"]:
+        runs = {""}
     if not runs and not order["is_optional"]:
         raise InputError(f"{named} contains no run or sweep; name one, or a directory that contains some")
     belonging: dict[str, list[ObjectFacts]] = {run: [] for run in sorted(runs, key=len, reverse=True)}
@@ -87,8 +106,8 @@ def _pull(order: Mapping[str, Any]) -> None:
         copy.path.mkdir(parents=True, exist_ok=True)
         with open(copy.path.parent / f".{copy.path.name}.pulling", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the ranks of a machine compose the same command
-            if living_owner(copy.path) is None:
-                copy.update(found, order["checkpoints"], named)
+            if order["is_locked"] or living_owner(copy.path) is None:
+                copy.update(found, order["checkpoints"], named, with_records=not order["is_locked"])
 
 
 class _Copy:
@@ -97,7 +116,9 @@ class _Copy:
     def __init__(self, store: ObjectStore, prefix: str, path: Path):
         self._store, self._prefix, self.path = store, f"{prefix}/" if prefix else "", path
 
-    def update(self, objects: Iterable[ObjectFacts], checkpoints: Sequence[str] | None, named: str) -> None:
+    def update(
+        self, objects: Iterable[ObjectFacts], checkpoints: Sequence[str] | None, named: str, with_records: bool
+    ) -> None:
         """Download the records that are missing or older than the remote ones, and the named checkpoints."""
         found = {each.path.removeprefix(self._prefix): each for each in objects}
         records = {name: each for name, each in found.items() if _is_record(name)}
@@ -105,18 +126,24 @@ class _Copy:
         complete = sorted(filter(STEP.fullmatch, complete), key=lambda name: step_of(Path(name)), reverse=True)
         attempts = (self._store.get(f"{self._prefix}{ATTEMPTS}") or b"").splitlines(keepends=True)
         is_newer = self._is_newer(records, complete, attempts)
-        if checkpoints is None:
+        if with_records:
+            self._update_records(records, attempts, is_newer, only_listed=checkpoints is None)
+        # A checkpoint is downloaded after the records, which name the best one.
+        self._download_checkpoints(complete, checkpoints or (), is_newer, named)
+
+    def _update_records(
+        self, records: Mapping[str, ObjectFacts], attempts: Sequence[bytes], is_newer: bool, only_listed: bool
+    ) -> None:
+        if only_listed:
             records = {name: each for name, each in records.items() if name.endswith(LISTED)}
         wanted = [name for name, each in records.items() if self._is_wanted(name, each, is_newer)]
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(self._replace, wanted))
         self._merge_attempts(attempts)
-        # A checkpoint is downloaded after the records, which name the best one.
-        self._download_checkpoints(complete, checkpoints or (), is_newer, named)
 
     def _is_newer(self, records: Mapping[str, ObjectFacts], complete: Sequence[str], attempts: list[bytes]) -> bool:
         """Return True if the remote run has come further than the local one."""
-        local = list_checkpoints(self.path / CHECKPOINTS)
+        local = [path for path in list_checkpoints(self.path / CHECKPOINTS) if is_complete(path)]
         lines = (self.path / ATTEMPTS).read_bytes().splitlines() if (self.path / ATTEMPTS).exists() else []
         size = (self.path / METRICS).stat().st_size if (self.path / METRICS).exists() else 0
         here = (step_of(local[-1]) if local else -1, len(lines), size)
@@ -194,22 +221,43 @@ class _Copy:
         for _ in range(_ATTEMPTS):
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            for each in self._store.list(prefix):
-                self._store.download(each.path, partial / each.path.rpartition("/")[2])
+            (partial / MANIFEST).write_bytes(manifest)
             try:
+                for file, record in read_manifest(partial).items():
+                    if problem or not _link(path / file, partial / file, record):
+                        self._store.download(f"{prefix}/{file}", partial / file)
                 verify(partial)
             except ValueError as error:
                 problem = str(error).replace(str(partial), f"{CHECKPOINTS}/{name}")
                 continue
-            self._set_aside(f"{CHECKPOINTS}/{name}")
-            partial.rename(path)
+            except FileNotFoundError as error:
+                problem = f"{CHECKPOINTS}/{name} lacks a file ({str(error).splitlines()[0]})"
+                continue
+            if (path / MANIFEST).exists() and (path / MANIFEST).read_bytes() == manifest:
+                for each in partial.iterdir():  # the checkpoint must not disappear, because its mirror would delete it
+                    each.replace(path / each.name)
+                shutil.rmtree(partial)  # renaming a hard link to the same file does nothing
+            else:
+                self._set_aside(f"{CHECKPOINTS}/{name}")
+                partial.rename(path)
             return
         shutil.rmtree(partial, ignore_errors=True)
         raise InputError(f"{named}: {problem}")
 
 
+def _link(source: Path, target: Path, record: FileRecord) -> bool:
+    """Link to a local file of this size, such as one that this machine has written. Return True if it succeeds."""
+    try:
+        if is_saved(source, record, is_hashed=False):
+            os.link(source, target)
+    except OSError:  # a file system without hard links
+        return False
+    return target.exists()
+
+
 def _is_record(name: str) -> bool:
-    return not _is_checkpoint(name) and name != LOCK and not any(part.startswith(".") for part in name.split("/"))
+    is_hidden = any(part.startswith(".") for part in name.split("/"))
+    return not (_is_checkpoint(name) or is_hidden or name in (LOCK, WANTED))
 
 
 def _is_checkpoint(name: str) -> bool:

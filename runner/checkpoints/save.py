@@ -70,7 +70,8 @@ def save(
             files |= report["files"]
             facts = merge(facts, report["facts"])
         check_replicas([local.replica_hashes, *(report["replica_hashes"] for report in reports)])
-        check_visible(partial, files)
+        if coordinator.is_shared:
+            check_visible(partial, files)
         files[FACTS] = _write_text(partial / FACTS, json.dumps({"world_size": coordinator.world_size, **facts}))
         files[PROGRESS] = _write_text(partial / PROGRESS, dumps(asdict(train_state)))
         _write_text(partial / MANIFEST, manifest_text(files))

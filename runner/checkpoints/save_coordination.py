@@ -15,6 +15,7 @@ from runner.distributed.world import World
 from runner.distributed.world_store import set_tcp_timeouts
 
 AFTER_FAILURE_S = 1.0
+UNSEEN_FACTOR = 10  # timeouts are this many times longer if the progress of other ranks cannot be seen
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 
 
@@ -33,6 +34,7 @@ class SaveCoordinator:
     world_size: int = 1
     store: dist.Store | None = None  # None in a world of one rank
     timeout_s: float = 60.0  # how long rank 0 waits for a rank while no file grows
+    is_shared: bool = True  # all ranks see the same files
     run_failed: threading.Event = field(default_factory=threading.Event)  # on this rank: others may have exited
     peer_failed: threading.Event = field(default_factory=threading.Event)  # another rank has died or failed
     collectives: Collectives = field(default_factory=lambda: Collectives(1))
@@ -41,11 +43,12 @@ class SaveCoordinator:
     synchronous: bool = False  # agreed by all ranks
 
     @classmethod
-    def of(cls, world: World) -> "SaveCoordinator":
+    def of(cls, world: World, is_shared: bool = True) -> "SaveCoordinator":
         # A separate connection: a blocking call on a shared one would delay its other users.
         store = world.store.namespace("checkpoints").clone() if world.world_size > 1 else None
         set_tcp_timeouts(store, world.backend.timeout_s)
-        coordinator = cls(world.rank, world.world_size, store, world.backend.timeout_s)
+        timeout_s = world.backend.timeout_s * (1 if is_shared else UNSEEN_FACTOR)
+        coordinator = cls(world.rank, world.world_size, store, timeout_s, is_shared)
         coordinator.collectives, coordinator.store_answers = world.collectives, world.store.is_reachable
         world.watchdog.on_peer_failure(lambda why: coordinator.peer_failed.set())
         return coordinator

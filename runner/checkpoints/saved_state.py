@@ -140,8 +140,8 @@ def open_on_all_ranks(directory: Path, name: str, world: World) -> SavedState:
         if messages := world.consensus.first_error(f"sound/{path.name}", messages):
             raise ValueError(messages[0])
 
-    listed = world.consensus.broadcast("checkpoints", lambda: [str(path) for path in candidates(directory, name)])
-    paths = [Path(path) for path in listed]
+    names = world.consensus.broadcast("checkpoints", lambda: [path.name for path in candidates(directory, name)])
+    paths = [directory / each for each in names]
     with as_input_error():
         return SavedState.open(choose_checkpoint(directory, name, paths, check))
 

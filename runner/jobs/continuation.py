@@ -23,6 +23,7 @@ from runner.config.schema import Config
 from runner.distributed.world import World
 from runner.errors import InputError, as_input_error, describe_system_error
 from runner.input.stream import UNKNOWN_LENGTH
+from runner.jobs.machine_copies import address_of, pull_copy, synchronize_copies
 from runner.records.loggers.dashboard import read_ids
 from runner.records.monitor import Monitor
 from runner.records.run_directory import CHECKPOINTS, RunDirectory, new_directory
@@ -30,7 +31,7 @@ from runner.records.run_files import METRICS, check_links, copy_file, read_mappi
 from runner.records.run_lock import DEAD_AFTER_S
 from runner.records.run_record import DONE, RESULT, find_run
 from runner.records.settings import CONFIG, OVERRIDES
-from runner.remote.address import Address, is_remote
+from runner.remote.address import is_remote
 from runner.remote.mirror_process import MirrorProcess, report_left
 from runner.training.build import Experiment
 
@@ -105,7 +106,7 @@ def find_finished(request: Request) -> dict[str, float] | None:
 
 @contextmanager
 def mirrored(config: Config, world: World) -> Iterator[MirrorProcess | None]:
-    """Start the process that mirrors the run on rank 0 if `outputs=` is an address. All ranks must call it.
+    """Start the process that mirrors the run on each machine if `outputs=` is an address. All ranks must call it.
 
     At the end, wait until all is uploaded, or until the store has failed for remote.patience_s. Raise InputError if the
     store cannot be used, and JobFailed if the run ended well but files could not be uploaded.
@@ -115,14 +116,15 @@ def mirrored(config: Config, world: World) -> Iterator[MirrorProcess | None]:
         return
     mirror: MirrorProcess | None = None
 
-    def start() -> bool:
-        nonlocal mirror
-        mirror = MirrorProcess(config.outputs, config.remote.options or {}, config.remote.patience_s)
-        return True
-
-    is_successful = False
+    refused, is_successful = list[str](), False
     try:
-        world.consensus.broadcast("mirror", start)
+        if world.rank_info.local_rank == 0:
+            try:
+                mirror = MirrorProcess(config.outputs, config.remote.options or {}, config.remote.patience_s)
+            except InputError as error:
+                refused = error.messages
+        if refused := world.consensus.first_error("mirror", refused):
+            raise InputError(*refused)
         yield mirror
         is_successful = True
     finally:
@@ -135,26 +137,32 @@ def agree_on_directory(request: Request, world: World) -> Path:
 
     Raises InputError if it cannot be created, or if the run of `fork=` has no such checkpoint, or only damaged ones.
     """
-    config, destination = request.config, request.destination
+    config, destination, outputs = request.config, request.destination, request.config.local_outputs
+
+    def relative(path: str) -> str:
+        is_copy = is_remote(config.outputs) and Path(path).is_relative_to(outputs)
+        return str(Path(path).relative_to(outputs)) if is_copy else path  # each machine may have its copies elsewhere
 
     def create() -> str:
         if before := world.consensus.before_restart("directory"):
-            return before
+            if is_remote(config.outputs) and not Path(before).exists():  # rank 0 was on another machine
+                pull_copy(Path(before), config)
+            return relative(before)
         start = None
         if config.fork and not (destination.directory and Path(destination.directory, OVERRIDES).exists()):
             with as_input_error(f"fork={config.fork}: "):
                 start = choose_checkpoint(Path(config.fork, CHECKPOINTS), config.checkpoint.load)
         try:
-            directory = destination.directory or str(new_directory(config.local_outputs, config.name))
+            directory = destination.directory or str(new_directory(outputs, config.name))
             os.makedirs(directory, exist_ok=True)
             if start is not None:
                 copy_start(start, Path(directory))
         except (ValueError, OSError) as error:
             reason = f"cannot create a run directory there ({error}); name another directory"
             raise InputError(f"outputs={config.outputs}: {reason}") from None
-        return directory
+        return relative(directory)
 
-    path = world.consensus.broadcast("directory", create)
+    path = str(Path(outputs, world.consensus.broadcast("directory", create)))
     world.consensus.keep_for_restart("directory", path)
     if world.rank_info.local_rank == 0 and destination.file is not None:
         Path(destination.file).write_text(path)  # for the launcher of each machine
@@ -183,7 +191,7 @@ def locked(directory: RunDirectory, request: Request, world: World) -> Iterator[
                 changed=changed,
             )
             if directory.mirror is not None:
-                directory.mirror.begin(directory.path, _address_of(directory.path, request.config))
+                directory.mirror.begin(directory.path, address_of(directory.path, request.config))
         except InputError:
             directory.release()
             raise
@@ -202,19 +210,10 @@ def locked(directory: RunDirectory, request: Request, world: World) -> Iterator[
     finally:
         world.consensus.timeout_s = timeout_s
     try:
+        synchronize_copies(directory, request.config, world)
         yield
     finally:
         directory.release()
-
-
-def _address_of(directory: Path, config: Config) -> Address:
-    """Return the address to which a run directory is mirrored. Raise InputError if it is a copy in another place."""
-    outputs = Path(config.local_outputs)
-    if not directory.is_relative_to(outputs):
-        raise InputError(
-            f"outputs={config.outputs}: {directory} is not its local copy, which is in {outputs}; resume the address"
-        )
-    return Address.parse(config.outputs) / directory.relative_to(outputs).as_posix()
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -85,7 +85,9 @@ class RunDirectory:
         self.record = RunRecord(path)
         self.attempt = Attempt(0)
         self.pruner: Pruner | None = None
-        self.mirror: MirrorProcess | None = None  # on rank 0, if outputs= is an address
+        self.mirror: MirrorProcess | None = None  # on one rank of each machine, if outputs= is an address
+        self.is_shared = True  # all ranks see the same files
+        self.complete: Callable[[Path], None] = _is_complete  # download the files of a checkpoint from other machines
         self.stops_as: str | None = None  # the state in which a callback ended the run before its last step
         self._lock: RunLock | None = None
         self._start = time.monotonic()
@@ -119,6 +121,18 @@ class RunDirectory:
         """Lock the directory for this world. Arguments and errors are those of `lock_directory`."""
         self._lock = lock_directory(self.path, previous, **fields)
         self.attempt = self._lock.attempt
+
+    def describe_lock(self) -> list[str]:
+        """Return the name and the content of the lock file, on the rank that has locked the directory."""
+        assert self._lock is not None
+        return [self._lock.path.name, self._lock.path.read_text()]
+
+    def is_locked_as(self, name: str, content: str) -> bool:
+        """Return True if this machine sees the lock file that another rank has described."""
+        try:
+            return (self.path / name).read_text() == content
+        except OSError:
+            return False
 
     def check_lock(self) -> None:
         """Raise JobFailed if another world has taken over the directory, so that this world must not write to it."""
@@ -292,6 +306,10 @@ def create_directory(path: Path) -> bool:
             ) from None
         return False
     return True
+
+
+def _is_complete(checkpoint: Path) -> None:
+    """Do nothing: all ranks write to the same directory."""
 
 
 def _read_text(path: Path) -> str | None:

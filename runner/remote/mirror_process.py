@@ -12,7 +12,7 @@ from typing import Any
 from runner.errors import InputError, JobFailed, print_messages, quantity
 from runner.remote.address import Address
 
-COMMAND = (sys.executable, "-m", "runner.remote.mirror")
+COMMAND = (sys.executable, "-m", "runner.checkpoints.mirror")  # it knows how checkpoints are saved
 _MAX_NAMED = 4
 
 
@@ -41,10 +41,13 @@ class MirrorProcess:
         )
         self._exchange(outputs=outputs, options=dict(options), patience_s=patience_s)
 
-    def begin(self, directory: Path, address: Address) -> None:
-        """Lock the address, and mirror the directory to it. Raise InputError if another run has locked it."""
+    def begin(self, directory: Path, address: Address, is_part: bool = False) -> None:
+        """Lock the address, and mirror the directory to it. Raise InputError if another run has locked it.
+
+        is_part: rank 0, which has a copy of the directory on another machine, has locked the address.
+        """
         self._directory, self.address = str(directory), str(address)
-        self._exchange(directory=self._directory, address=self.address)
+        self._exchange(directory=self._directory, address=self.address, is_part=is_part)
         self._reader = threading.Thread(target=self._read, daemon=True, name="mirror")
         self._reader.start()
 

@@ -91,6 +91,12 @@ class ObjectLock:
         return InputError(f"{self._store.address} has been locked by {owner}; wait for it, or end it first")
 
 
+def owner_of(store: ObjectStore) -> str | None:
+    """Return an identifier of the process that has locked the run, or None if the run is not locked."""
+    found = _read(store.get(LOCK)).get("id")
+    return None if found is None else str(found)
+
+
 def _machine() -> str:
     try:
         return machine_id()

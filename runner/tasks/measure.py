@@ -55,7 +55,8 @@ class Measure(JobTask):
         for _ in range(self.compared_steps):
             trainer.step(next(batches))
         if self.compared_steps:
-            save(directory.checkpoints, parallel_model.state(), trainer.state, SaveCoordinator.of(world))
+            coordinator = SaveCoordinator.of(world, directory.is_shared)
+            save(directory.checkpoints, parallel_model.state(), trainer.state, coordinator)
 
         meter.pause()
         for _ in range(self.timed_steps):

@@ -231,7 +231,7 @@ def make_all_callbacks(
         experiment.monitor,
         experiment.logger.flush,
         nan_guard.check_weights,
-        SaveCoordinator.of(world),
+        SaveCoordinator.of(world, directory.is_shared),
         experiment.base,
     )
     callbacks.add("checkpointing", checkpointing)

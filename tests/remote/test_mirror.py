@@ -212,7 +212,7 @@ def test_a_run_fails_when_its_store_fails_for_longer_than_the_patience(
 ) -> None:
     proxy.fault = lambda number, method, path: "denied" if "step_" in path else None
     overrides = bucket.overrides(tmp_path / "local", port=proxy.port)
-    with pytest.raises(RankError, match=r"it has failed for 1 s \(remote.patience_s\)"):
+    with pytest.raises(RankError, match=r"uploads have failed for 1 s \(remote.patience_s\)"):
         run(tmp_path / "work", 1, *SMALL, *overrides, "remote.patience_s=1", "epochs=100000")
 
 

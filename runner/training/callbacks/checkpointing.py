@@ -9,7 +9,7 @@ from runner.checkpoints.base_weights import BaseWeights, complete
 from runner.checkpoints.layout import LAST, TrainState, list_checkpoints, step_of
 from runner.checkpoints.retention import retain, set_link
 from runner.checkpoints.save import file_sizes, partial_of, path_of, save
-from runner.checkpoints.save_coordination import SaveCoordinator, StoreLost
+from runner.checkpoints.save_coordination import UNSEEN_FACTOR, SaveCoordinator, StoreLost
 from runner.checkpoints.saved_state import LocalState, SavedState, weights_sha256
 from runner.checkpoints.snapshot import Snapshot
 from runner.config.schema import Checkpoints
@@ -23,7 +23,6 @@ from runner.training.throughput import ThroughputMeter
 
 log = logging.getLogger(__name__)
 MAX_WAIT_S = 60.0  # the longest time that a failed run waits for the checkpoint that is being written
-UNSEEN_FACTOR = 10  # the timeout is this many times longer if rank 0's progress cannot be seen
 
 
 class Checkpointing(Callback):
@@ -121,6 +120,7 @@ class Checkpointing(Callback):
             self._wait_until_complete()
         if self._directory.writes:
             self._record_best()
+            self._directory.complete(path_of(self._directory.checkpoints, now.state))
             saved = SavedState.open(path_of(self._directory.checkpoints, now.state))
             try:
                 self._directory.record.weights_sha256 = weights_sha256(complete(saved).model())
@@ -153,6 +153,7 @@ class Checkpointing(Callback):
         if self._callbacks.need_checkpoints or not self._options.asynchronous:
             self._wait_until_complete()
         if self._callbacks.need_checkpoints and self._abandoned_step != state.step:
+            self._directory.complete(path_of(self._directory.checkpoints, state))
             self._callbacks.call("after_checkpoint", Progress(state), path_of(self._directory.checkpoints, state))
 
     def _write(self, local: LocalState, state: TrainState) -> None:
