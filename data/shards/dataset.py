@@ -15,8 +15,9 @@ from torch.utils.data import Dataset
 
 from ..checks import check_rows, check_sizes
 from ..image_files import MODES, decode_image, scale_and_crop
-from .index import END, ENDINGS, IMAGES, LINE, START, ShardIndex, build_index, index_path, locked, read_index
+from .index import END, ENDINGS, IMAGES, LINE, START, ShardIndex, build_index, index_path, read_index
 from .remote import RemoteShards
+from .requests import locked
 
 BLOCK_BYTES = 8 * 2**20  # blocks have 2/3 to 3/2 of this size, because a shard is divided into equal parts
 
@@ -68,7 +69,7 @@ class Shards(Dataset[Any]):
         self.remote: RemoteShards | None = None
         if "://" in root:
             try:
-                cache.mkdir(parents=True, exist_ok=True)
+                (cache / "blocks").mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise ValueError(f"cache_dir={cache_dir} cannot be created ({error.strerror})") from None
             self.remote = RemoteShards(root.rstrip("/"), split, remote_options or {}, cache, cache_gb)
@@ -126,6 +127,15 @@ class Shards(Dataset[Any]):
                     raise
                 path.unlink(missing_ok=True)  # perhaps only the copy is damaged
                 is_replaced = True
+
+    def copy_ahead(self, samples: Sequence[int]) -> None:
+        """Copy the blocks of samples that will be read later, in the background."""
+        if self.remote is not None:
+            blocks = np.searchsorted(self.block_ends, samples, side="right").tolist()
+            shards = [self.index.shards[self.index.shard_of(sample)] for sample in samples]
+            self.remote.copy_ahead(
+                [(name, *self._block_range(block)) for name, block in zip(shards, blocks, strict=True)]
+            )
 
     def _block_range(self, block: int) -> tuple[int, int]:
         """Return the first byte of a block in its shard, and its end."""

@@ -1,6 +1,5 @@
 """An index of shards: where each sample is in the tar files or JSON lines of a directory, and a checksum of it."""
 
-import fcntl
 import hashlib
 import io
 import json
@@ -8,7 +7,7 @@ import os
 import tarfile
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -183,15 +182,6 @@ def index_path(directory: Path | None, root: str, cache: Path) -> Path:
         return directory / NAME
     cache.mkdir(parents=True, exist_ok=True)
     return cache / f"{hashlib.sha256(root.encode()).hexdigest()[:32]}.shards"
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Exclude the other processes of this machine from contexts of the same path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _samples_of(path: Path, name: str, found: Sizes) -> Iterator[tuple[int, int, int, Members]]:

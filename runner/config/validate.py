@@ -191,7 +191,7 @@ def check_values(config: Config) -> list[str]:
         messages.extend(_check_remote(config))
     elif (unwritable := check_outputs(config.outputs)) and not _is_remote(config.launcher):
         messages.extend(unwritable)
-    return messages
+    return messages + _check_data_options(config)
 
 
 def _check_remote(config: Config) -> list[str]:
@@ -207,6 +207,16 @@ def _check_remote(config: Config) -> list[str]:
         return error.messages
     local = check_outputs(config.local_outputs, "remote.local_dir")
     return secret_options(options, address.scheme) or local
+
+
+def _check_data_options(config: Config) -> list[str]:
+    """Return a message for each secret among the options with which the data is read from an address."""
+    data = config.data if isinstance(config.data, Mapping) else {}
+    root, options = data.get("root"), data.get("remote_options")
+    if not isinstance(root, str) or not is_remote(root) or not isinstance(options, Mapping):
+        return []
+    key = "remote.options" if options == config.remote.options else "data.remote_options"
+    return secret_options(options, Address.parse(root, "data.root").scheme, key)
 
 
 def check_outputs(outputs: str, key: str = "outputs") -> list[str]:

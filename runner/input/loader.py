@@ -111,8 +111,10 @@ class Loader:
         self._requested.clear()
         batches = self._naming_workers(iter(self._loader))
         micro_batches = self._read(batches)
+        blocks = self.sampler.blocks_ahead(epoch, first_step)
         for step in range(first_step, self.sampler.steps_per_epoch):
             start, is_last = time.perf_counter(), step + 1 == self.sampler.steps_per_epoch
+            self.dataset.copy_ahead(next(blocks, []))
             checksums: list[float] = []
             if self.is_stream:
                 samples: StepSamples = next(batches)

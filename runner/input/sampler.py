@@ -78,6 +78,24 @@ class Sampler:
             for positions in local:
                 yield list(itertools.islice(indices, len(positions)))
 
+    def blocks_ahead(self, epoch: int, first_step: int = 0) -> Iterator[list[int]]:
+        """Yield, for each step, a sample of each block that should be copied from then on.
+
+        These are the blocks of its window, and as many after its own block as a window has. Each block is yielded once.
+        Nothing is yielded for data without blocks or windows.
+        """
+        if self.block_ends is None or self.window is None or self.weights is not None:
+            return
+        order = self._order(epoch)
+        ends, samples = np.asarray(self.block_ends), np.concatenate([[0], self.block_ends[:-1]])
+        if isinstance(order, BlockPermutation):
+            ends, samples = order.ends, order.first_samples
+        current = np.searchsorted(ends, np.arange(first_step, self.steps_per_epoch) * self.batch_size, side="right")
+        copied = current[0] // self.window * self.window
+        for end in np.minimum(current + 1 + self.window, len(ends)):
+            yield samples[copied:end].tolist()
+            copied = end
+
     def positions(self, step: int) -> list[range]:
         """Return the positions in the epoch of each local micro-batch of a step."""
         start, number = step * self.batch_size, self.num_micro_batches(step)
@@ -185,9 +203,10 @@ class BlockPermutation:
         sizes = np.diff(ends, prepend=np.uint64(0))
         order_key, *self._keys = splitmix64(key, np.arange(1 + -(-len(ends) // window), dtype=np.uint64))
         order = Permutation(len(ends), int(order_key))(np.arange(len(ends), dtype=np.uint64))
-        self._ends = np.cumsum(sizes[order], dtype=np.uint64)  # of the permuted blocks
-        self._shifts = ends[order] - self._ends  # from an index in permuted blocks to a sample; may wrap around
-        self._window_ends = self._ends[np.minimum(np.arange(1, len(self._keys) + 1) * window, len(ends)) - 1]
+        self.first_samples = ends[order] - sizes[order]  # of the permuted blocks
+        self.ends = np.cumsum(sizes[order], dtype=np.uint64)  # the positions up to the end of each of them
+        self._shifts = ends[order] - self.ends  # from an index in permuted blocks to a sample; may wrap around
+        self._window_ends = self.ends[np.minimum(np.arange(1, len(self._keys) + 1) * window, len(ends)) - 1]
 
     def __call__(self, positions: Positions) -> Positions:
         found = np.empty_like(positions)
@@ -197,7 +216,7 @@ class BlockPermutation:
             (at,) = np.nonzero(windows == number)
             permutation = Permutation(int(self._window_ends[number] - start), int(self._keys[number]))
             found[at] = permutation(positions[at] - start) + start
-        found += self._shifts[np.searchsorted(self._ends, found, side="right")]
+        found += self._shifts[np.searchsorted(self.ends, found, side="right")]
         return found
 
 

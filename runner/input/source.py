@@ -95,6 +95,11 @@ class Source(Dataset[Any]):
         unpack = self.dataset.unpacked if hasattr(self.dataset, "packed") else None
         self.cache = SampleCache(self._read_packed, len(self), unpack, self.dataset_indices)
 
+    def copy_ahead(self, indices: Sequence[int]) -> None:
+        """Let the dataset copy the blocks of these samples, if it can, because they will be read later."""
+        if indices and self.cache is None and hasattr(self.dataset, "copy_ahead"):
+            self.dataset.copy_ahead(self.dataset_indices(indices))
+
     def dataset_indices(self, indices: Sequence[int]) -> list[int]:
         """Return the dataset's own indices of samples of this split; messages and files name samples by them."""
         return list(indices) if self.rows is None else self.rows[torch.as_tensor(indices, dtype=torch.int64)].tolist()

@@ -59,11 +59,11 @@ class ObjectFacts:
     e_tag: str  # changes with the content
 
 
-def secret_options(options: Mapping[str, Any], scheme: str) -> list[str]:
+def secret_options(options: Mapping[str, Any], scheme: str, key: str = "remote.options") -> list[str]:
     """Return a message for each option that is a secret, because the configuration of a run is recorded."""
     prefix = ENVIRONMENT[scheme]
     return [
-        f"remote.options.{name} must not be in the configuration, which is recorded; set the environment variable "
+        f"{key}.{name} must not be in the configuration, which is recorded; set the environment variable "
         f"{prefix}_{name.upper().removeprefix(f'{prefix}_')}"
         for name in options
         if _SECRET.search(name.lower())

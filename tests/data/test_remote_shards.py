@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from object_stores import Bucket, Proxy, remove_variables
+from object_stores import Bucket, Proxy, remove_variables, wait_until
 from parity import COMMON
+from runner.shipped.data.shards import requests
 from runner.shipped.data.shards.dataset import Shards
 from runner.shipped.data.shards.index import CRC
 from sample_log import samples_of
 from shard_files import save_vectors
-from worlds import Run, run
+from worlds import Run, configure, run
+
+from runner.errors import InputError
+from runner.remote.store import CLIENT_OPTIONS
 
 SIZES = [5, 11, 1, 7, 13, 9, 4, 10]
 THOROUGH = pytest.mark.thorough
@@ -73,6 +77,27 @@ def test_blocks_are_requested_once_and_the_cache_is_bounded(
     for index in range(len(data)):
         assert all(map(torch.equal, data[index], again[index]))
     assert proxy.counts["GET busy"]
+
+
+def test_blocks_that_were_copied_ahead_are_not_requested_again(tmp_path: Path, bucket: Bucket, proxy: Proxy) -> None:
+    save_vectors(tmp_path / "root", SIZES)
+    data = opened(upload(bucket, tmp_path / "root"), tmp_path / "cache", bucket, proxy.port)
+    data.copy_ahead([0, 5, 16, 5])
+    assert data.remote and data.remote._ahead
+    process, blocks = data.remote._ahead, tmp_path / "cache" / "blocks"
+    wait_until(lambda: len(list(blocks.glob("[!.]*"))) == 3)
+    assert proxy.counts["GET None"] == len(SIZES) + 1 + 3  # the shards to index them, the list, and three blocks
+    for index in (0, 4, 5, 15, 16):
+        assert len(data[index]) == 2
+    assert proxy.counts["GET None"] == len(SIZES) + 1 + 3
+    proxy.fault = lambda number, method, path: "denied"
+    data.copy_ahead([17])  # ignores the failure, which reading reports
+    wait_until(lambda: proxy.counts["GET denied"])
+    with pytest.raises(ValueError, match="AccessDenied"):
+        data[17]
+    assert process.poll() is None
+    del data
+    assert process.poll() is not None
 
 
 def test_a_damaged_copy_is_replaced_once(tmp_path: Path, bucket: Bucket, proxy: Proxy) -> None:
@@ -166,6 +191,12 @@ def test_ranks_workers_and_a_resume_on_another_machine_do_not_change_the_samples
     assert found.losses == pytest.approx(whole.losses, rel=1e-9)
 
 
-def test_a_secret_among_the_options_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"remote_options.secret_access_key must not be in the configuration"):
-        Shards("train", [8], 4, "s3://bucket/x", cache_dir=str(tmp_path), remote_options={"secret_access_key": "x"})
+def test_a_secret_among_the_options_is_refused() -> None:
+    message = r"options\.secret_access_key must not be in the configuration, .* AWS_SECRET_ACCESS_KEY"
+    for key in ("data.remote_", "remote."):
+        with pytest.raises(InputError, match=f"^{key}{message}"):
+            configure("data=shards", "data.root=s3://bucket/x", f"{key}options={{secret_access_key:x}}")
+
+
+def test_options_of_the_client_are_those_of_the_runner() -> None:
+    assert requests.CLIENT == CLIENT_OPTIONS

@@ -195,6 +195,21 @@ def test_the_order_reads_the_blocks_of_a_window_at_a_time(tmp_path: Path) -> Non
     assert len(set(map(tuple, orders.values()))) == 3
 
 
+@pytest.mark.parametrize("options", [{}, {"shuffle": False}, {"first_step": 6}])
+def test_blocks_are_copied_ahead_of_the_step_that_reads_them(tmp_path: Path, options: dict[str, Any]) -> None:
+    save_vectors(tmp_path, SIZES)
+    ends, window, first_step = opened(tmp_path).block_ends, 2, options.pop("first_step", 0)
+    sampler = Sampler(sum(SIZES), 4, seed=5, block_ends=ends, window=window, **options)
+    copied, read = list[int](), set[int]()
+    ahead = sampler.blocks_ahead(1, first_step)
+    for samples in sampler.local_batches(1, first_step):
+        copied += np.searchsorted(ends, next(ahead), side="right").tolist()
+        read.update(np.searchsorted(ends, samples, side="right").tolist())
+        assert read <= set(copied) and len(copied) <= len(read) + 2 * window
+    assert next(ahead, None) is None and len(copied) == len(set(copied))
+    assert first_step or len(copied) == len(SIZES)
+
+
 def test_a_part_of_the_samples_keeps_the_blocks(tmp_path: Path) -> None:
     save_vectors(tmp_path, SIZES)
     rows = torch.tensor([0, 1, 5, 6, 30, 59])
