@@ -14,7 +14,7 @@ from commands import Commands
 
 from runner.cli import main
 
-pytest_plugins = ("fault_matrix", "leftovers", "object_stores")
+pytest_plugins = ("fault_matrix", "google_storage", "leftovers", "object_stores")
 gc.disable()  # until the tests are collected, which creates no garbage: saves 0.7 s in each worker
 
 # The first backward of a process decides how many threads autograd starts; a thread for a GPU would prevent backward in

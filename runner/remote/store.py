@@ -25,6 +25,7 @@ CLIENT_OPTIONS = (
 )
 ENVIRONMENT = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE_STORAGE", "file": ""}  # prefixes of the variables
 _PUT_ATTEMPTS = 3
+_NO_TAG = {"s3": '"0"', "gs": "1", "az": '"0"', "file": '"0"'}  # of no object
 _SECRET = re.compile(r"secret|token|password|account_key|(?<!_)access_key$|sas|service_account_key|authorization")
 _LAST_RESPONSE = re.compile(r"status code: (\d+)[^:]*(?:.*?<Code>(\w+)</Code>)?", re.DOTALL)
 # Why repeating a request does not help, by the code in the response, or by its status.
@@ -142,22 +143,23 @@ class ObjectStore:
         try:
             with self._translated():
                 if self.address.scheme == "file":  # obstore has no compare-and-swap for files: nearly atomic
-                    if self._obstore.head(self._store, full)["e_tag"] != e_tag:
+                    if self._tag(self._obstore.head(self._store, full)) != e_tag:
                         raise Stale(path)
                     result = self._obstore.put(self._store, full, content)
                 else:
-                    result = self._obstore.put(self._store, full, content, mode={"e_tag": e_tag})
+                    mode = {"version" if self.address.scheme == "gs" else "e_tag": e_tag}
+                    result = self._obstore.put(self._store, full, content, mode=mode)
         except (Stale, FileNotFoundError):
             if (found := self.find(path)) and self.get(path) == content:
                 return found  # the response to the first of two equal requests was lost
             raise Stale(path) from None
-        return result["e_tag"] or ""
+        return self._tag(result)
 
     def find(self, path: str) -> str | None:
         """Return the e_tag of an object, or None if it does not exist."""
         try:
             with self._translated():
-                return self._obstore.head(self._store, self._full(path))["e_tag"] or ""
+                return self._tag(self._obstore.head(self._store, self._full(path)))
         except FileNotFoundError:
             return None
 
@@ -209,7 +211,7 @@ class ObjectStore:
         probe = f".probe-{uuid.uuid4().hex}"
         try:
             works = self.create(probe, b"first") and not self.create(probe, b"second")
-            works = works and _raises_stale(lambda: self.replace(probe, b"third", '"0"'))
+            works = works and _raises_stale(lambda: self.replace(probe, b"third", _NO_TAG[self.address.scheme]))
             self.delete([probe])
         except StoreError as error:
             if not error.is_permanent:
@@ -220,6 +222,10 @@ class ObjectStore:
                 f"{self.key}={self.address}: the store ignores conditional writes (If-None-Match), without which two "
                 "runs can overwrite each other; use another store, or a local directory"
             )
+
+    def _tag(self, facts: Mapping[str, Any]) -> str:
+        """Return what conditional writes compare: the generation of an object in Google's store, or else its e_tag."""
+        return facts["version" if self.address.scheme == "gs" else "e_tag"] or ""
 
     def _full(self, path: str) -> str:
         return "/".join(part for part in (self.address.path, path) if part)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from object_stores import Bucket, Proxy, remove_variables
+from worlds import run
 
 from runner.errors import InputError
 from runner.remote.address import Address, is_remote, local_outputs
@@ -33,9 +34,13 @@ def test_a_wrong_address_is_refused(text: str) -> None:
         Address.parse(text)
 
 
-@pytest.mark.parametrize("kind", ["s3", "file"])
-def test_objects(kind: str, bucket: Bucket, tmp_path: Path) -> None:
-    store = store_of(bucket) if kind == "s3" else ObjectStore(Address.parse(f"file://{tmp_path}/some files"))
+@pytest.mark.parametrize("kind", ["s3", "gs", "file"])
+def test_objects(kind: str, bucket: Bucket, google_bucket: str, tmp_path: Path) -> None:
+    if kind == "s3":
+        store = store_of(bucket)
+    else:
+        address = f"{google_bucket}/runs" if kind == "gs" else f"file://{tmp_path}/some files"
+        store = ObjectStore(Address.parse(address), {"allow_http": True})
     store.check_writable()
     assert store.list() == []
     store.put("a/one", b"1")
@@ -120,3 +125,14 @@ def test_a_server_that_cannot_be_reached(bucket: Bucket) -> None:
     with pytest.raises(StoreError, match=r"^outputs=s3://bucket/runs: .*error sending request") as raised:
         store.get("a")
     assert not raised.value.is_permanent
+
+
+def test_a_run_in_googles_store_is_resumed_on_another_machine(google_bucket: str, tmp_path: Path) -> None:
+    small = ("model=toy", "data=toy", "logger=none", "checkpoint.every_steps=4", "epochs=3")
+    whole = run(tmp_path / "whole", 1, *small)
+    outputs = (f"outputs={google_bucket}/runs", "remote.options={allow_http:true}")
+    part = run(tmp_path / "work", 1, *small, "max_steps=5", *outputs, f"remote.local_dir={tmp_path / 'one'}")
+    local = f"remote.local_dir={tmp_path / 'two'}"
+    resumed = run(tmp_path / "work", 1, "resume=last", "max_steps=null", *outputs, local)
+    assert resumed.path == tmp_path / "two" / part.path.relative_to(tmp_path / "one")
+    assert resumed.result["weights_sha256"] == whole.result["weights_sha256"]
