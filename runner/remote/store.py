@@ -147,7 +147,7 @@ class ObjectStore:
                         raise Stale(path)
                     result = self._obstore.put(self._store, full, content)
                 else:
-                    mode = {"version" if self.address.scheme == "gs" else "e_tag": e_tag}
+                    mode: Any = {"version" if self.address.scheme == "gs" else "e_tag": e_tag}
                     result = self._obstore.put(self._store, full, content, mode=mode)
         except (Stale, FileNotFoundError):
             if (found := self.find(path)) and self.get(path) == content:
