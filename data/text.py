@@ -64,8 +64,7 @@ class Text(BatchDataset):
             tokens = _encode(tokenizer, num_outputs, [] if files is None else find_files("files", files), cache)
         elif unit == "bytes":
             paths = [] if files is None else find_files("files", files)
-            contents = [path.read_bytes().removeprefix(codecs.BOM_UTF8) for path in paths]
-            content = b"".join(contents) if paths else _pydoc().encode()
+            content = b"".join(map(_read_bytes, paths)) if paths else _pydoc().encode()
             self.vocabulary, tokens = [chr(number) for number in range(256)], np.frombuffer(content, np.uint8)
         else:
             text = _pydoc() if files is None else "".join(map(_read_characters, find_files("files", files)))
@@ -141,7 +140,18 @@ def _decoding(path: Path) -> Iterator[io.TextIOBase]:
     except UnicodeDecodeError as error:
         raise ValueError(f"files: {path} is not UTF-8 ({error.reason}); convert it, or set unit=bytes") from None
     except OSError as error:
-        raise ValueError(f"files: {path} cannot be read: {error.strerror}") from None
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: OSError) -> ValueError:
+    return ValueError(f"files: {path} cannot be read: {error.strerror}")
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes().removeprefix(codecs.BOM_UTF8)
+    except OSError as error:
+        raise _unreadable(path, error) from None
 
 
 def _read_characters(path: Path) -> str:

@@ -35,8 +35,9 @@ Column = np.ndarray[Any, Any]
 class Run:
     """A run directory. Properties are read from disk on each access, so they change while the run is in progress."""
 
-    def __init__(self, path: str | Path, trust: bool = False):
+    def __init__(self, path: str | Path, trust: bool = False, init_from: str | Path | None = None):
         self.path, self._trust = Path(path).absolute(), trust
+        self._init_from = None if init_from is None else str(init_from)
         self._loaded: tuple[tuple[Path, str], torch.nn.Module] | None = None
 
     def __repr__(self) -> str:
@@ -124,7 +125,7 @@ class Run:
             raise InputError(f"code={code} must be recorded or current")
         name = self._checkpoint(checkpoint).name
         with fresh_imports():
-            return load_trained(self.path, name, self._trust, code).to(device)
+            return load_trained(self.path, name, self._trust, code, self._init_from).to(device)
 
     def predict(self, inputs: Any, checkpoint: str | None = None, device: "str | torch.device" = "cpu") -> Any:
         """Return the model's outputs for a batch, in the run's precision and without gradients.
@@ -163,25 +164,27 @@ class Run:
             return find_checkpoint(directory, name or LAST)
 
 
-def open_run(path: str | Path, trust: bool = False) -> Run:
+def open_run(path: str | Path, trust: bool = False, init_from: str | Path | None = None) -> Run:
     """Return the run in a directory. Raise InputError if it contains none.
 
     Args:
         path: the run directory, or its address such as s3://bucket/prefix/run/20261120-192348, of which a local copy is
             made; "last" is the newest training run in outputs/run, as run=last on the command line.
         trust: allow `model` to use another user's run directory, which chooses the code to import.
+        init_from: where the file or directory of `init_from=` of the run is now, if it has moved. It also replaces
+            options of the model that name the same path, such as model.config.
     """
     if str(path) == "last":
         directory = Path("outputs", "run").absolute()
         newest = newest_training_run([directory])
         if newest is None:
             raise InputError(f"open_run('last'): there is no training run in {directory}; name the run directory")
-        return Run(newest, trust)
+        return Run(newest, trust, init_from)
     if is_remote(path):
         path = pull(str(path), "open_run")
     if not Path(path, OVERRIDES).is_file():
         raise InputError(f"{path} is no run directory; runner.runs(DIRECTORY) lists the runs below a directory")
-    return Run(path, trust)
+    return Run(path, trust, init_from)
 
 
 def runs(folder: str | Path = "outputs") -> list[Run]:

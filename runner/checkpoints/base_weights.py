@@ -61,7 +61,9 @@ class BaseWeights:
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             problem = f"cannot be read ({error})"
         if problem:
-            or_copy = "" if copy is None or path.exists() else ", or add init_from.path=COPY"
+            or_copy = (
+                "" if copy is None or path.exists() else ", or add init_from.path=COPY (init_from=COPY in open_run)"
+            )
             raise ValueError(
                 f"init_from.path={path} {problem}, but the frozen weights are read from this file; restore it{or_copy}"
             )

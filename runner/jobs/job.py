@@ -253,8 +253,13 @@ def _build(request: Request, world: World) -> tuple[JobTask, Experiment | None]:
         messages += check_compile_caches()
     if messages := messages + check_size(config, choices, task, world.world_size):
         raise InputError(*messages)
+    if not task.needs_experiment:
+        return task, None
     with returning_large_blocks():
-        return task, build(config, choices, world, init_from, task.trains) if task.needs_experiment else None
+        experiment = build(config, choices, world, init_from, task.trains)
+    if task.needs_outputs and (option := experiment.parallel.splits_outputs):
+        raise InputError(f"task={choices['task']} does not support {option}, which splits the outputs; set it to 1")
+    return task, experiment
 
 
 @dataclass

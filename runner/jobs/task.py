@@ -34,6 +34,7 @@ class JobTask(Task):
 
     needs_experiment: bool = True
     min_world_size: int = 1
+    needs_outputs: bool = False  # a rank must have the whole outputs of a sample
 
     def check(self, config: Config, world_size: int) -> list[str]:
         """Return why the task cannot run in a world of this size, one message each."""

@@ -33,15 +33,22 @@ class Trained:
     progress: TrainState
 
 
-def load_trained(run: Path, checkpoint: str = LAST, trust: bool = False, code: str = RECORDED) -> nn.Module:
+def load_trained(
+    run: Path, checkpoint: str = LAST, trust: bool = False, code: str = RECORDED, init_from: str | None = None
+) -> nn.Module:
     """Return the model of a run with the weights that the run evaluated, on the CPU, in evaluation mode.
 
     The class and options of the model are those that the run recorded, and its custom directories (--config-dir) are
     added to sys.path. The dtype is that of the run's parameters: float64 for precision=fp64, else float32. Raises
     InputError if the run or the checkpoint does not exist, if the checkpoint does not fit the model, or if the
-    directory belongs to another user and is not trusted. `checkpoint` and `code` are as in `runner.api.runs.Run.model`.
+    directory belongs to another user and is not trusted. `checkpoint` and `code` are as in `runner.api.runs.Run.model`,
+    and `init_from` is as in `runner.api.runs.open_run`.
     """
     config, named = read_config(run), f"run={run}"
+    if init_from is not None:
+        before = config.init_from.path
+        config.model = {key: init_from if value == before else value for key, value in config.model.items()}
+        config.init_from.path = init_from
     _, config_dirs = read_arguments(run, named, trust)
     if code != RECORDED and (missing := [directory for directory in config_dirs if not Path(directory).is_dir()]):
         raise InputError(f"{named}: its --config-dir={missing[0]} no longer exists; restore it")
@@ -54,7 +61,9 @@ def load_trained(run: Path, checkpoint: str = LAST, trust: bool = False, code: s
             adapters = make_adapters(config.adapters, choices)
             model = make_trained(config, choices, adapters)
             named_model = f"model={choices.get('model', config.model['_target_'])}"
-            return adapters.merge(restore_model(model, path, named_model, config.ema.decay is not None).model)
+            is_averaged = config.ema.decay is not None
+            restored = restore_model(model, path, named_model, is_averaged, config.init_from.path)
+            return adapters.merge(restored.model)
 
 
 def restore_model(

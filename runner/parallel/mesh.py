@@ -96,6 +96,7 @@ class Mesh(Parallel):
         of_stages = [each.of_axis("parallel=pipeline", f"parallel.stage={axes.stage}") for each in Pipeline.refusals]
         of_layers = [each.of_axis("parallel=tp", f"parallel.tensor={axes.tensor}") for each in TP.refusals]
         self.refusals = (*(of_stages if axes.stage > 1 else ()), *(of_layers if axes.tensor > 1 else ()))
+        self.splits_outputs = f"parallel.sequence={axes.sequence}" if axes.sequence > 1 else ""
         if axes.sequence > 1:
             self.supported_objectives, self.refusals = "supervised", (_COMPILED.of_axis("=N", f"={axes.sequence}"),)
 

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from runner.distributed.collectives import gather_over, reduce_scatter_single
 from runner.distributed.process_group import make_mesh
 from runner.distributed.world import World
+from runner.errors import as_input_error
 from runner.input.batch import MicroBatch, StepBatch
 from runner.objectives.objective import Prediction
 from runner.parallel.fsdp import data_options, shard
@@ -72,7 +73,8 @@ class PositionsReplica(Replica):
 
         def call(function: Callable[..., Any], *args: Any) -> Any:
             *others, micro_batch = args
-            self._slices = split_positions(micro_batch.targets.size(1), self._group.size())
+            with as_input_error():  # a batch may be shorter than the samples of the dry run
+                self._slices = split_positions(micro_batch.targets.size(1), self._group.size())
             positions = self._draws.positions = self._slices[dist.get_rank(self._group)]
 
             def model(inputs: Any) -> Tensor:

@@ -36,7 +36,7 @@ class Predict(JobTask):
     """Writes the outputs of the checkpoint `config.checkpoint.load` of `config.run` for the split `config.split`."""
 
     section = "predict"
-    reads_run = reads_checkpoint = picks_split = True
+    reads_run = reads_checkpoint = picks_split = needs_outputs = True
 
     def check(self, config: Config, world_size: int) -> list[str]:
         kind, messages = config.predict.format, []
@@ -47,8 +47,6 @@ class Predict(JobTask):
             messages.append(f"predict.output={output} must {rule} with format={kind}")
         elif output is not None and (Path(output).is_dir() or (kind == "npy" and Path(output).exists())):
             messages.append(f"predict.output={output} must not exist yet; choose another path")
-        if config.parallel.get("sequence", 1) != 1:  # no rank has the outputs of a sample
-            messages.append("task=predict does not support parallel.sequence; try parallel.sequence=1")
         objective = locate(config.objective["_target_"])
         if isinstance(objective, type) and (why := _lacks_predict(objective)):  # not a factory
             messages.append(why)

@@ -169,6 +169,7 @@ class Parallel(ABC):
             loss, and losses that gather the rows of all ranks).
         round_steps: The number of steps of a round, such as between averages; all but the last are identical.
         normalizes_per_rank: BatchNorm uses only the samples of its rank in training, whatever `sync_batchnorm` is.
+        splits_outputs: The option by which no rank has the whole outputs of a sample; empty if a rank has them.
         fails_at_once: If a rank fails, the others fail immediately, so that `micro_batches=auto` can restart the job.
             False if mesh groups or RPC make them wait for it until `backend.timeout_s`.
     """
@@ -187,6 +188,7 @@ class Parallel(ABC):
     supported_objectives: Literal["supervised", "one_loss", "several_losses"] = "one_loss"
     round_steps: int = 1
     normalizes_per_rank: bool = False
+    splits_outputs: str = ""
     fails_at_once: bool = True
 
     def axes(self, world_size: int) -> Axes:

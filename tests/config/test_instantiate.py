@@ -32,7 +32,7 @@ class Facts:
     ("group", "target", "message"),
     [
         ("task", "Empty", "the class lacks reads_run, reads_checkpoint, needs_experiment, trains, picks_split"),
-        ("task", "Facts", "the class lacks min_world_size, check, run, which runner.jobs.task.JobTask declares"),
+        ("task", "Facts", "the class lacks min_world_size, needs_outputs, check, run, which runner.jobs.task.JobTask"),
         ("task", "Derived", "the class lacks run; define it"),
         ("launcher", "Empty", "join_timeout_s, launch, which runner.launchers.contract.Launcher declares"),
     ],

@@ -68,6 +68,9 @@ def test_text_refuses_invalid_options(files, tmp_path):
     with pytest.raises(ValueError, match=r"^files=.* is a directory; name the files in it, as in .*/\*"):
         Text("train", [8], 14, str(tmp_path))
     (tmp_path / "c.txt").write_bytes(b"\xff\xfe\x00")
+    for unit in ("characters", "bytes"):
+        with pytest.raises(ValueError, match=r"^files: /proc/self/mem cannot be read: Input/output error"):
+            Text("train", [8], 256, "/proc/self/mem", unit)
     with pytest.raises(ValueError, match=r"^files: .*c\.txt is not UTF-8 \(.*\); convert it, or set unit=bytes"):
         Text("train", [8], 14, str(tmp_path / "c.txt"))
 

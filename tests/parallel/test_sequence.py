@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from mode_cases import mesh
 from parity import assert_equal
+from ranks import RankError
 from test_mesh import DROPOUT, GPT, OFTEN
 from torch import nn
 from worlds import Run, build_experiment, run
@@ -108,6 +109,25 @@ def test_a_stage_that_is_recomputed_gets_its_first_position(one_process: Callabl
     assert_equal(run(tmp_path, 2, *overrides, *mesh("shard=1 sequence=2")[1]), one_process(*overrides))
 
 
+def test_a_batch_with_too_few_positions_is_one_message(tmp_path: Path) -> None:
+    """The dry run has seen longer samples."""
+    words = (*GPT, *LONG, "data._target_=test_sequence.Shortening", *mesh("shard=1 sequence=2")[1])
+    with pytest.raises(
+        RankError, match=r"InputError: parallel.sequence=2 needs samples of at least 4 positions, not 3"
+    ):
+        run(tmp_path, 2, *words, "loader.shuffle=false")
+
+
+def test_predictions_need_whole_samples(tmp_path: Path) -> None:
+    made = run(tmp_path, 1, *GPT, *LONG, "max_steps=1")
+    words = ("task=predict", f"run={made.path}", "predict.format=jsonl", "parallel=mesh", "parallel.sequence=null")
+    run(tmp_path / "whole", 2, *words, "parallel.shard=2")
+    with pytest.raises(
+        RankError, match=r"InputError: task=predict does not support parallel.sequence=2, which splits the outp"
+    ):
+        run(tmp_path / "parts", 2, *words, "parallel.shard=1")
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads", [2, 4])
@@ -123,6 +143,24 @@ def test_the_last_positions_attend_to_all_keys(heads: int, dtype: torch.dtype, d
     torch.testing.assert_close(found, expected, **tolerance)
     gradients = [torch.autograd.grad(output.square().sum(), whole) for output in (found, expected)]
     torch.testing.assert_close(*gradients, **tolerance)
+
+
+class Shortening(torch.utils.data.Dataset):
+    """Sentences of 11 tokens, and after the first 14 of three tokens."""
+
+    def __init__(self, train: bool, sample_shape: list[int], num_outputs: int, num_samples: int) -> None:
+        self.tokens = torch.arange(num_samples * 12).view(num_samples, 12) % num_outputs
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        length = 11 if index < 14 else 3
+        return self.tokens[index, :length], self.tokens[index, 1 : length + 1]
+
+    def collate(self, samples: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, targets = zip(*samples, strict=True)
+        return torch.stack(inputs), torch.stack(targets)
 
 
 class Centered(models.gpt.GPT):

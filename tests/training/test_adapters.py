@@ -17,6 +17,7 @@ from torch import nn
 from worlds import Run, configure, run, unconnected
 
 import runner
+from runner.errors import InputError
 from runner.input.datasets import load_data
 from runner.planning.imagined_rank import ModeConfig, plan_rank
 
@@ -74,6 +75,32 @@ def test_the_file_of_the_frozen_weights_must_be_the_same(
         assert f"init_from.path={base} {problem}" in capfd.readouterr().err
         base.write_bytes(content)
     assert here(*command) == 0
+
+
+def test_a_model_in_python_is_loaded_with_the_base_that_has_moved(moved: tuple[Path, Path]) -> None:
+    path, base = moved
+    expected = runner.open_run(path).predict(TOKENS)
+    base.rename("elsewhere.safetensors")
+    with pytest.raises(InputError, match=r"restore it, or add init_from.path=COPY \(init_from=COPY in open_run\)"):
+        runner.open_run(path).model()
+    assert torch.equal(runner.open_run(path, init_from="elsewhere.safetensors").predict(TOKENS), expected)
+
+
+def test_the_configuration_of_a_base_that_has_moved_is_read_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=256, bos_token_id=None, eos_token_id=None, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    (tmp_path / "text").write_bytes(bytes(range(97, 122)) * 40)
+    monkeypatch.chdir(tmp_path)
+    data = ("data=text", "data.unit=bytes", "data.files=text", "data.sample_shape=[8]", "data.num_outputs=256")
+    adapters = ("adapters=lora", "adapters.target=[q_proj]", "max_steps=1", "logger=none", "batch_size=4")
+    made = run(Path("outputs"), 1, *data, *adapters, "model=hf", "model.config=base", "init_from=base")
+    expected = runner.open_run(made.path).predict(TOKENS)
+    Path("base").rename("moved")
+    assert torch.equal(runner.open_run(made.path, init_from="moved").predict(TOKENS), expected)
 
 
 @pytest.mark.parametrize("words", [("task=evaluate", "run"), ("task=export", "run"), ("max_steps=3", "resume")])
