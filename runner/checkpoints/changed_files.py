@@ -17,7 +17,10 @@ Facts = tuple[int, int]  # the time of modification and the size
 
 
 class ChangedFiles:
-    """The records in a run directory. are_uploaded: only those that change from now on are uploaded."""
+    """The records in the directory of a run or a sweep, without those of its jobs.
+
+    are_uploaded: only those that change from now on are uploaded.
+    """
 
     def __init__(self, store: ObjectStore, directory: Path, are_uploaded: bool = False):
         self._store, self._directory = store, directory
@@ -46,6 +49,9 @@ class ChangedFiles:
         for folder, folders, files in os.walk(self._directory):
             if Path(folder) == self._directory:
                 folders[:] = [each for each in folders if each != CHECKPOINTS]
+            elif OVERRIDES in files:  # a job of a sweep, which has a mirror for itself
+                folders.clear()
+                continue
             for file in files:
                 path = Path(folder, file)
                 name = path.relative_to(self._directory).as_posix()

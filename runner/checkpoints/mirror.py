@@ -12,12 +12,14 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from runner.checkpoints.part_mirror import PartMirror
 from runner.checkpoints.run_mirror import RunMirror
 from runner.errors import InputError
+from runner.records.ledger import LEDGER
 from runner.records.settings import OVERRIDES
 from runner.remote.address import Address
 from runner.remote.object_lock import RENEW_S, ObjectLock
@@ -101,9 +103,12 @@ def _open(order: dict[str, Any]) -> Mirror:
         return _patiently(lambda: PartMirror(store, directory), patience_s)
     lock = ObjectLock(store, str(directory), os.getppid(), patience_s)
     _patiently(lock.acquire, patience_s)
-    if not (directory / OVERRIDES).exists() and _patiently(lambda: store.find(OVERRIDES), patience_s) is not None:
-        lock.release()
-        raise InputError(f"{order['address']} contains another run; repeat the command, or resume that run")
+    for name in (OVERRIDES, LEDGER):
+        if not (directory / name).exists() and _patiently(partial(store.find, name), patience_s) is not None:
+            lock.release()
+            raise InputError(
+                f"{order['address']} contains another run or sweep; repeat the command, or resume that one"
+            )
     return _patiently(lambda: RunMirror(store, directory, lock), patience_s)
 
 

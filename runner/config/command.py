@@ -38,7 +38,7 @@ def composing(overrides: list[str], config_dirs: list[str], multirun: bool) -> I
 def prepare(arguments: Arguments, rank_info: RankInfo, words: Sequence[str]) -> Request:
     """Return the request of one run, with its checked configuration. Raise InputError with every wrong value."""
     cfg = compose(arguments.overrides)
-    _pull_named(cfg)
+    pull_named(cfg)
     config = checked(cfg, arguments.overrides)
     if config.sweep.stop_on_failure:
         raise InputError(f"{STOP_ON_FAILURE}=true needs a sweep; add -m")
@@ -53,8 +53,8 @@ def prepare(arguments: Arguments, rank_info: RankInfo, words: Sequence[str]) -> 
     )
 
 
-def _pull_named(cfg: DictConfig) -> None:
-    """Download the run that `run_id` names if `outputs` is an address, and if the run exists there."""
+def pull_named(cfg: DictConfig) -> None:
+    """Download the run or sweep that `run_id` names if `outputs` is an address, and if it exists there."""
     if cfg.get("run_id") and not cfg.get("resume") and is_remote(cfg.outputs):
         found = OmegaConf.select(cfg, "remote.options")
         options = OmegaConf.to_container(found, resolve=True) if OmegaConf.is_dict(found) else {}

@@ -157,12 +157,15 @@ def _resume(command: _Command) -> Arguments:
     path = _find_run(command, "resume")
     check_location(path, command.values)
     recorded, directories = _recorded(command, path, "resume")
-    others = command.others
-    if added := OverridesParser.create().parse_overrides(remote_overrides(path, command.values)):
-        keys = [each.key_or_group for each in added]
-        others = [*(each for each in others if each.key_or_group not in keys), *added]
-    merged = _merge(recorded, others)
+    merged = _merge(recorded, _at_address(command.others, path, command.values))
     return Arguments([*merged, pointer_to(path, "resume")], _recordable(merged), directories, str(path))
+
+
+def _at_address(others: list[Override], path: Path, values: Mapping[str, Any]) -> list[Override]:
+    """Return the overrides with those by which a resumed run or sweep is mirrored to the address of its copy."""
+    added = OverridesParser.create().parse_overrides(remote_overrides(path, values))
+    keys = [each.key_or_group for each in added]
+    return [*(each for each in others if each.key_or_group not in keys), *added]
 
 
 def _fork(command: _Command) -> Arguments:
@@ -274,7 +277,7 @@ def _resume_sweep(command: _Command) -> Arguments:
     reads = [each for each in OverridesParser.create().parse_overrides(recorded.typed) if each.key_or_group == "run"]
     read_values = dict(override.partition("=")[::2] for override in recorded.typed) | dict(values)
     code_of = _shared_code(reads[0], read_values, directories)[1] if reads else None
-    merged = _merge(recorded.typed, others)
+    merged = _merge(recorded.typed, _at_address(others, path, values))
     return Arguments(merged, lasting, directories, str(path), code_of=code_of, resume_force=force)
 
 

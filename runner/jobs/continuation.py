@@ -23,7 +23,8 @@ from runner.config.schema import Config
 from runner.distributed.world import World
 from runner.errors import InputError, as_input_error, describe_system_error
 from runner.input.stream import UNKNOWN_LENGTH
-from runner.jobs.machine_copies import address_of, pull_copy, synchronize_copies
+from runner.jobs.machine_copies import pull_copy, synchronize_copies
+from runner.jobs.mirrored_directory import address_of
 from runner.records.loggers.dashboard import read_ids
 from runner.records.monitor import Monitor
 from runner.records.run_directory import CHECKPOINTS, RunDirectory, new_directory

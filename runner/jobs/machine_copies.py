@@ -11,21 +11,12 @@ from runner.checkpoints.retention import remove, remove_leftovers
 from runner.config.schema import Config
 from runner.distributed.world import World
 from runner.errors import InputError, JobFailed
+from runner.jobs.mirrored_directory import address_of
 from runner.records.run_directory import CHECKPOINTS, RunDirectory
-from runner.remote.address import Address, is_remote
+from runner.remote.address import is_remote
 
 DOWNLOADED_WITHIN_S = 3600.0
 _PAUSE_S = 0.5
-
-
-def address_of(directory: Path, config: Config) -> Address:
-    """Return the address to which a run directory is mirrored. Raise InputError if it is a copy in another place."""
-    outputs = Path(config.local_outputs)
-    if not directory.is_relative_to(outputs):
-        raise InputError(
-            f"outputs={config.outputs}: {directory} is not its local copy, which is in {outputs}; resume the address"
-        )
-    return Address.parse(config.outputs) / directory.relative_to(outputs).as_posix()
 
 
 def synchronize_copies(directory: RunDirectory, config: Config, world: World) -> None:

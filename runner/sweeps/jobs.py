@@ -23,7 +23,7 @@ from runner.records.ledger import JobRecord
 from runner.records.settings import dotted
 
 MAX_LABEL_LENGTH = 64
-UNCOMPARED_KEYS = ("resume", "run_id", "outputs")  # jobs that differ only in their location are the same job
+UNCOMPARED_KEYS = ("resume", "run_id", "outputs", "remote")  # jobs that differ only in their location are the same job
 
 
 @dataclass

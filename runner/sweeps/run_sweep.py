@@ -2,18 +2,21 @@
 
 import shutil
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
+from runner.config.command import pull_named
 from runner.config.compose import compose
 from runner.config.pointers import named_directory
 from runner.config.resume import OVER, STOP_ON_FAILURE, Arguments
 from runner.config.texts import typed_options
 from runner.distributed.environment import RankInfo
 from runner.errors import InputError, JobFailed, Preempted, print_messages, quantity
+from runner.jobs.mirrored_directory import end_mirror
 from runner.records.compared_runs import read_jobs
 from runner.records.ledger import LEDGER, SweepRecord, is_sweep, read_ledger, unlock_sweep
 from runner.records.monitor import main_metrics
@@ -51,6 +54,7 @@ def run_sweep(
             f"hydra/launcher={launcher} starts jobs itself, but {rank_info.source} has started this process as rank "
             f"{rank_info.rank} of {rank_info.world_size}; use only one of the two"
         )
+    pull_named(base)
     named = named_directory(base.run_id, base.name, str(local_outputs(base.outputs, base.remote.local_dir)))
     if named and (named / OVERRIDES).is_file():
         raise InputError(f"run_id={base.run_id} is a run; leave out -m to resume it, or type another run_id")
@@ -65,8 +69,9 @@ def run_sweep(
     stops = bool(base.sweep.stop_on_failure)
     sweep = Sweep(rank_info, arguments, record, *directories, backend, swept_overrides, over, stops, on_composed)
     try:
-        hydra.multirun("config", sweep, first, with_log_configuration=False)
-        return None if sweep.dry_run else sweep.directory, _finish(sweep)
+        with _released(sweep):
+            hydra.multirun("config", sweep, first, with_log_configuration=False)
+            return None if sweep.dry_run else sweep.directory, _finish(sweep)
     except InputError:
         path = Path(str(sweep.directory))
         if sweep.is_created and not (is_sweep(path) and any(job.num_starts for job in read_ledger(path))):
@@ -82,9 +87,19 @@ def run_sweep(
         if key not in ("hydra.sweeper", "hydra.launcher"):
             raise
         raise InputError(f"{key}: {error.__cause__ or error}".splitlines()[0]) from None
+
+
+@contextmanager
+def _released(sweep: Sweep) -> Iterator[None]:
+    """Release the sweep's directory at the end of the context, after its ledger is uploaded if it has an address."""
+    is_successful = False
+    try:
+        yield
+        is_successful = True
     finally:
         if sweep.directory is not None:
             unlock_sweep(Path(sweep.directory))
+            end_mirror(Path(sweep.directory), is_successful)
 
 
 def _finish(sweep: Sweep) -> int:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, read_write
 
 from runner.config.custom_dirs import add_to_path
+from runner.config.diagnostics.keys import key_of
 from runner.config.diagnostics.type_hints import show
 from runner.config.pointers import pointer_to
 from runner.config.recorded_code import importing_code_of
@@ -20,10 +21,12 @@ from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.failures.signals import forget_signal, received
 from runner.errors import InputError, JobFailed, Preempted, as_input_error, did_you_mean, print_messages
+from runner.jobs.mirrored_directory import begin_mirror
 from runner.records import ledger
 from runner.records.ledger import JobRecord, SweepRecord, is_stop_requested, job_of, read_ledger
 from runner.records.run_directory import Command, Destination, create_directory, new_directory
 from runner.records.run_record import DONE, find_run
+from runner.remote.address import is_remote
 from runner.sweeps.jobs import Composer, check_shared, number_jobs, shared_values
 from runner.sweeps.queues import check_launchers, find_unfinished
 from runner.sweeps.study_options import TrialPruner
@@ -110,8 +113,9 @@ class Sweep:
         def plan() -> tuple[str, list[dict[str, Any]]]:
             path = self._open_directory(configs[0])
             ledger.lock_sweep(path)
+            begin_mirror(path, configs[0])
             self.is_new = not ledger.is_sweep(path)
-            recorded = [] if self.is_new else read_ledger(path)
+            recorded = [] if self.is_new else [self._located(job, configs[0]) for job in read_ledger(path)]
             self._share(path, recorded, configs, swept)
             if prepare is not None:
                 prepare(path)
@@ -137,6 +141,13 @@ class Sweep:
             self.is_created = True
             self.directory = str(new_directory(config.local_outputs, config.name, prefix="sweep-"))
         return Path(self.directory)
+
+    def _located(self, job: JobRecord, config: Config) -> JobRecord:
+        """Return the recorded job with the local directory and the options of the store of this command."""
+        if not is_remote(config.outputs):
+            return job
+        own = [override for override in self.arguments if _is_location(override)]
+        return replace(job, overrides=[*(each for each in job.overrides if not _is_location(each)), *own])
 
     def _share(self, path: Path, recorded: list[JobRecord], configs: list[Config], swept: list[str]) -> None:
         """Record the values that all jobs share. Raise InputError if a resumed sweep cannot continue with them."""
@@ -271,6 +282,10 @@ def _check_code(recorded: list[JobRecord], launcher: dict[str, Any]) -> None:
     for job in codes.values():
         if messages := check_code(job.directory, launcher):
             raise InputError(*messages)
+
+
+def _is_location(override: str) -> bool:
+    return key_of(override).partition(".")[0] in ("outputs", "remote")
 
 
 def _outcome_of(error: BaseException) -> tuple[str, str]:

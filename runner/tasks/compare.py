@@ -14,6 +14,7 @@ from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.rendezvous import join
 from runner.errors import InputError, JobFailed
+from runner.jobs.mirrored_directory import mirroring
 from runner.jobs.task import LaunchingTask
 from runner.records.attempts import error_line
 from runner.records.console import logging_to
@@ -88,6 +89,8 @@ class Compare(LaunchingTask):
             directory.lock()
         with logging_to(rank_info.rank, path), ExitStack() as at_end:
             at_end.callback(directory.release)
+            if directory.writes:
+                at_end.enter_context(mirroring(path, config))
             record = RunRecord(path, task="compare", model=command.choices["model"], seed=config.seed)
             directory.prepare(config, command, record)
             directory.commit()

@@ -12,6 +12,7 @@ from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.machine import available_memory
 from runner.errors import InputError, quantity
+from runner.jobs.mirrored_directory import mirroring
 from runner.jobs.task import LaunchingTask
 from runner.paths import CONF
 from runner.planning.cell import Cell
@@ -56,7 +57,7 @@ class Plan(LaunchingTask):
         directory = RunDirectory(new_directory(config.local_outputs, config.name), writes=True)
         directory.lock()
         try:
-            with logging_to(0, directory.path):
+            with mirroring(directory.path, config), logging_to(0, directory.path):
                 record = RunRecord(directory.path, task="plan", model=command.choices["model"], seed=config.seed)
                 directory.prepare(config, command, record)
                 directory.commit()
