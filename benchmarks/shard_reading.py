@@ -200,6 +200,7 @@ def main() -> None:
                 options = [str(number), f"--workers={args.workers}", f"--compute-us={args.compute_us}"]
                 done = subprocess.run([*command, *options], stdout=subprocess.PIPE, text=True, check=True)
                 found[reader].append([*json.loads(done.stdout.splitlines()[-1]), *_ask(server)])
+                print(reader, *found[reader][-1], file=sys.stderr, flush=True)
         server.communicate()
     print(f"{args.images} images, {args.workers} workers, {args.rounds} rounds, load {os.getloadavg()[0]:.1f}")
     print("| reader | best, samples/s | median, samples/s | requests per epoch | downloaded, MB | memory, MiB |")

@@ -1,4 +1,4 @@
-"""Shards: many samples in each file, as tar (in the layout of WebDataset) or JSON lines, read by an index."""
+"""Shards: many samples in each file, as tar (in the layout of WebDataset), JSON lines or Parquet, read by an index."""
 
 import io
 import json
@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from ..checks import check_rows, check_sizes
 from ..image_files import MODES, decode_image, scale_and_crop
 from .index import END, ENDINGS, IMAGES, LINE, START, ShardIndex, build_index, index_path, read_index
+from .parquet import ENDING
 from .remote import RemoteShards
 from .requests import locked
 
@@ -28,18 +29,18 @@ class Shards(Dataset[Any]):
     Sample i is (inputs, targets), which are selected by extension and decoded: .npy, .json (numbers and lists) and .cls
     (a class) as numbers, float32 or int64; .jpg, .jpeg and .png as (C, H, W) float32 in [0, 1], scaled and cropped to
     sample_shape as `ImageFolder` does; .txt as the bytes of the text, (T,) int64. In JSON lines, the fields of a record
-    replace the extensions.
+    replace the extensions. The values of a row of Parquet are members, as `read_rows` returns them.
 
     Args:
         sample_shape: the shape of the inputs; None: that of all images, or of the first sample.
         num_outputs: the number of classes, or of numbers to predict; None: as in the shards.
         root: the directory, or an address in an object store, such as s3://bucket/prefix.
-        input: the extension or field of the inputs; None: the only one besides that of the targets.
-        target: the extension or field of the targets.
+        input: the extension, field or column of the inputs; None: the only one besides that of the targets.
+        target: the extension, field or column of the targets.
         decode: returns a sample from its members, bytes by extension; replaces the decoders and the selection.
         window: the number of blocks whose samples are shuffled together; None: all blocks.
         cache_dir: the directory of the index, if it cannot be written beside the shards, and of copied blocks.
-        cache_gb: the size of the copied blocks of an address, over all processes of the machine.
+        cache_gb: the size of the copied blocks of an address or of Parquet, over all processes of the machine.
         remote_options: of obstore, for an address; see its documentation. It reads credentials from the environment.
 
     `block_ends`, (num_blocks,), contains the number of samples up to the end of each block of about 8 MiB.
@@ -67,6 +68,9 @@ class Shards(Dataset[Any]):
         self.window, self.decode = window, decode
         cache = Path(cache_dir).expanduser()
         self.remote: RemoteShards | None = None
+        local = Path(root).expanduser()
+        if "://" not in root and any(each for part in ("", split) for each in (local / part).glob(f"*{ENDING}")):
+            root = local.resolve().as_uri()  # the rows of Parquet are copied, as blocks of an address are
         if "://" in root:
             try:
                 (cache / "blocks").mkdir(parents=True, exist_ok=True)
@@ -79,6 +83,7 @@ class Shards(Dataset[Any]):
             self.index = _open_index(self.directory, root, cache)
         self.block_ends = self.index.block_ends(BLOCK_BYTES)
         if self.remote is not None:
+            self.remote.row_groups = self.index.row_groups()
             self._check_cache(cache_gb)
         self.target, self.input = target, input or ""
         if decode is None:
@@ -87,8 +92,8 @@ class Shards(Dataset[Any]):
         if decode is None:
             self._check_shape()
         self.num_outputs = self._find_num_outputs() if num_outputs is None else num_outputs
-        classes = self.index.found.num_classes.get(target, 0)
-        if decode is None and target.endswith("cls") and self.num_outputs < classes:
+        classes = self.index.found.num_classes.get(self.target, 0)
+        if decode is None and _kind(self.target) == "cls" and self.num_outputs < classes:
             raise ValueError(
                 f"num_outputs={num_outputs} must be at least {classes}, because the {split} split has a class "
                 f"{classes - 1}; set data.num_outputs={classes}"
@@ -166,6 +171,7 @@ class Shards(Dataset[Any]):
         """Choose the inputs. Raise ValueError unless the first sample has the members, and they can be decoded."""
         first = self._read(0)
         names = list(json.loads(first[LINE])) if LINE in first else list(first)
+        self.target, self.input = _with_extension(self.target, names), _with_extension(self.input, names)
         others = [name for name in names if name != self.target]
         for option, name in (("target", self.target), ("input", self.input)):
             if name and name not in names:
@@ -214,6 +220,11 @@ class Shards(Dataset[Any]):
 
 def _kind(name: str) -> str:
     return name.rpartition(".")[2]
+
+
+def _with_extension(name: str, names: Sequence[str]) -> str:
+    """Return the name, with an extension if a member has this name only with it."""
+    return name if name in names else next((each for each in names if name and each.rpartition(".")[0] == name), name)
 
 
 def _read_bytes(path: Path, start: int, end: int) -> bytes:

@@ -1,4 +1,4 @@
-"""An index of shards: where each sample is in the tar files or JSON lines of a directory, and a checksum of it."""
+"""An index of shards: where each sample is in the files of a directory, and a checksum of it."""
 
 import hashlib
 import io
@@ -15,13 +15,17 @@ from typing import Any
 import numpy as np
 
 from ..image_files import image_shape
+from . import parquet
+from .requests import write
 
-FORMAT = 2  # of the file
+FORMAT = 3  # of the file
 NAME = "index.shards"
-ENDINGS = (".tar", ".jsonl")
+ENDINGS = (".tar", ".jsonl", parquet.ENDING)
 LINE = "jsonl"  # the only member of a sample in JSON lines
 IMAGES = ("jpg", "jpeg", "png")
-START, END, CRC = range(3)  # columns: the bytes of the sample in its shard, and their CRC-32; then those of the members
+# Columns: the bytes of the sample in its shard, and their CRC-32; then those of the members. In a Parquet shard, bytes
+# are counted in its rows, one after the other, as `parquet.read_rows` returns them.
+START, END, CRC = range(3)
 
 Members = dict[str, tuple[int, int]]  # first byte and number of bytes of each member, by extension
 
@@ -30,7 +34,7 @@ Members = dict[str, tuple[int, int]]  # first byte and number of bytes of each m
 class Sizes:
     """The sizes that all samples determine, by the extension of the member, or the field of JSON lines."""
 
-    num_classes: dict[str, int] = field(default_factory=dict)  # 1 + the largest class (.cls) or integer (JSON lines)
+    num_classes: dict[str, int] = field(default_factory=dict)  # 1 + the largest class (.cls) or integer (JSON)
     shapes: dict[str, list[int] | None] = field(default_factory=dict)  # (C, H, W) of images; None if they differ
 
     def add(self, extension: str, content: bytes) -> None:
@@ -40,6 +44,8 @@ class Sizes:
             self._add_class(extension, int(content))
         elif kind == "txt":
             self._add_class(extension, 255)
+        elif kind == "json" and content.isdigit():
+            self._add_class(extension, int(content))
         with suppress(Exception):  # reading the sample reports content that is damaged
             if kind in IMAGES:
                 shape = image_shape(io.BytesIO(content))
@@ -65,6 +71,7 @@ class ShardIndex:
     sizes: list[int]  # bytes
     e_tags: list[str]  # of shards in an object store; empty strings for local files
     ends: np.ndarray  # (num_shards,), the number of samples up to the end of each shard
+    groups: list[list[tuple[int, int, int]]]  # of each shard, as `parquet.row_groups`; empty for other formats
     extensions: list[str]  # of the members
     found: Sizes
     table: np.ndarray  # (num_samples, 3 + 2 * len(extensions)) int64: see START; a missing member has the size -1
@@ -80,15 +87,33 @@ class ShardIndex:
         return int(np.searchsorted(self.ends, sample, side="right"))
 
     def block_ends(self, block_bytes: int) -> np.ndarray:
-        """Return the number of samples up to the end of each block, a shard or a part of it of about `block_bytes`."""
+        """Return the number of samples up to the end of each block.
+
+        A block is a row group, a shard, or a part of a shard of about `block_bytes`.
+        """
         found, first = [], 0
-        for size, end in zip(self.sizes, self.ends.tolist(), strict=True):
+        for size, groups, end in zip(self.sizes, self.groups, self.ends.tolist(), strict=True):
+            if groups:
+                found.append(np.array([first + rows for rows, _, _ in groups]))
+                first = end
+                continue
             starts = self.table[first:end, START]
             parts = max(1, round(size / block_bytes))
             found.append(first + np.searchsorted(starts, [size * part // parts for part in range(1, parts)]))
             found.append(np.array([end]))
             first = end
         return np.unique(np.concatenate(found))
+
+    def row_groups(self) -> dict[tuple[str, int], dict[str, Any]]:
+        """Return what a request for a row group contains, by the shard and the first byte in its rows."""
+        found, first = {}, 0
+        for shard, size, groups, end in zip(self.shards, self.sizes, self.groups, self.ends.tolist(), strict=True):
+            rows = [0, *(rows for rows, _, _ in groups)]
+            for number, (_, start, stop) in enumerate(groups):
+                request = {"group": number, "parts": [[start, stop], [groups[-1][2], size]], "size": size}
+                found[shard, int(self.table[first + rows[number], START])] = request
+            first = end
+        return found
 
     def sample_in(self, content: bytes, sample: int) -> dict[str, bytes]:
         """Return the members of a sample by extension. Raise ValueError if its bytes have changed."""
@@ -112,8 +137,10 @@ class ShardIndex:
         for number, (size, e_tag) in enumerate(zip(sizes, e_tags, strict=True)):
             if size < self.sizes[number]:
                 first = int(self.ends[number - 1]) if number else 0
-                complete = np.searchsorted(self.table[first : self.ends[number], END], size, side="right")
-                cut = min(first + int(complete), int(self.ends[number]) - 1)
+                complete = int(np.searchsorted(self.table[first : self.ends[number], END], size, side="right"))
+                if groups := self.groups[number]:
+                    complete = max([rows for rows, _, stop in groups if stop <= size], default=0)
+                cut = min(first + complete, int(self.ends[number]) - 1)
                 raise ValueError(
                     f"{self.describe(cut)} is truncated: the shard had {self.sizes[number]:,} bytes when it was "
                     f"indexed, and has {size:,}; {self.advice()}"
@@ -146,10 +173,11 @@ def build_index(path: Path, shards: Iterator[tuple[str, Path, str]]) -> None:
     The file is complete or absent at any time. Raise ValueError if a shard cannot be read, or OSError.
     """
     names, sizes, e_tags, ends, rows = list[str](), list[int](), list[str](), list[int](), list[Any]()
-    extensions, sizes_found = list[str](), Sizes()
+    extensions, sizes_found, groups = list[str](), Sizes(), list[Any]()
     for name, copy, e_tag in shards:
         try:
-            found = list(_samples_of(copy, name, sizes_found))
+            groups.append(parquet.row_groups(copy) if name.endswith(parquet.ENDING) else [])
+            found = list(_samples_of(copy, name, len(groups[-1]), sizes_found))
         except (tarfile.TarError, EOFError) as error:
             raise ValueError(f"{name} cannot be read ({error}); replace or remove it") from None
         if not found:
@@ -165,15 +193,9 @@ def build_index(path: Path, shards: Iterator[tuple[str, Path, str]]) -> None:
     for number, (start, end, crc, members) in enumerate(rows):
         flat = [value for pair in members for value in pair]
         table[number, : 3 + len(flat)] = [start, end, crc, *flat]
-    header = {"format": FORMAT, "shards": names, "sizes": sizes, "e_tags": e_tags, "ends": ends}
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(partial, "wb") as file:
-            file.write(json.dumps({**header, "extensions": extensions, "found": asdict(sizes_found)}).encode() + b"\n")
-            file.write(table.tobytes())
-        partial.rename(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    header = {"format": FORMAT, "shards": names, "sizes": sizes, "e_tags": e_tags, "ends": ends, "groups": groups}
+    line = json.dumps({**header, "extensions": extensions, "found": asdict(sizes_found)})
+    write(path, line.encode() + b"\n" + table.tobytes())
 
 
 def index_path(directory: Path | None, root: str, cache: Path) -> Path:
@@ -184,17 +206,20 @@ def index_path(directory: Path | None, root: str, cache: Path) -> Path:
     return cache / f"{hashlib.sha256(root.encode()).hexdigest()[:32]}.shards"
 
 
-def _samples_of(path: Path, name: str, found: Sizes) -> Iterator[tuple[int, int, int, Members]]:
+def _samples_of(path: Path, name: str, num_groups: int, found: Sizes) -> Iterator[tuple[int, int, int, Members]]:
     """Yield the first byte, the end and the CRC-32 of each sample of a shard, and its members by extension.
 
     Include the members in `found`.
     """
     with open(path, "rb") as file:
-        parts = _lines(file) if name.endswith(".jsonl") else _tar_samples(file, name)
-        for members in parts:
+        if name.endswith(parquet.ENDING):
+            parts = _rows(path, num_groups)
+        else:
+            parts = ((each, None) for each in (_lines if name.endswith(".jsonl") else _tar_samples)(file, name))
+        for members, row in parts:
             start = min(at for at, _ in members.values())
             end = max(at + size for at, size in members.values())
-            content = os.pread(file.fileno(), end - start, start)
+            content = os.pread(file.fileno(), end - start, start) if row is None else row
             if len(content) < end - start:
                 raise EOFError("unexpected end of data")
             for extension, (at, size) in members.items():
@@ -205,7 +230,21 @@ def _samples_of(path: Path, name: str, found: Sizes) -> Iterator[tuple[int, int,
             yield start, end, zlib.crc32(content), members
 
 
-def _lines(file: Any) -> Iterator[Members]:
+def _rows(path: Path, num_groups: int) -> Iterator[tuple[Members, bytes | None]]:
+    """Yield the members of each row of Parquet, and their bytes."""
+    at = 0
+    for group in range(num_groups):
+        for row in parquet.read_rows(path, group):
+            members, start = {}, at
+            for name, value in row.items():
+                members[name] = (at, len(value))
+                at += len(value)
+            if at == start:
+                raise EOFError("a row has no values")
+            yield members, b"".join(row.values())
+
+
+def _lines(file: Any, name: str) -> Iterator[Members]:
     at = 0
     for line in file:
         if line.strip():

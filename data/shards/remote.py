@@ -27,6 +27,7 @@ class RemoteShards:
     def __init__(self, root: str, split: str, options: Mapping[str, Any], cache: Path, cache_gb: float):
         self.root, self._options, self._cache, self._cache_gb = root, dict(options), cache, cache_gb
         self._ahead: subprocess.Popen[bytes] | None = None
+        self.row_groups: dict[tuple[str, int], dict[str, Any]] = {}  # of Parquet shards, see `ShardIndex.row_groups`
         found = json.loads(self._request({}))
         prefix = f"{split}/" if any(path.startswith(f"{split}/") for path, _, _ in found) else ""
         if split != "train" and not prefix:
@@ -57,7 +58,7 @@ class RemoteShards:
         return bool(self._index_size)
 
     def block(self, name: str, start: int, end: int) -> Path:
-        """Return the file with these bytes of a shard. Another process may remove it at any time."""
+        """Return the file with these bytes of a shard, or of its rows. Another process may remove it at any time."""
         request = self._block_request(name, start, end)
         if not (path := Path(request["file"])).exists():
             self._request(request)
@@ -89,6 +90,7 @@ class RemoteShards:
             "file": str(self._cache / "blocks" / digest),
             "lock": str(self._cache / "locks" / str(int(digest, 16) % NUM_LOCKS)),
             "limit": self._cache_gb * 1e9,
+            **self.row_groups.get((name, start), {}),
         }
 
     def _first_line(self) -> bytes:

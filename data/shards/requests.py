@@ -11,9 +11,10 @@ import json
 import os
 import sys
 import tempfile
+import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,56 +28,73 @@ MISSING = "it needs obstore; pip install 'experiment-runner[remote]'"
 FAILED, NOT_WRITTEN = 1, 2  # exit status
 
 
+class NotWritten(Exception):
+    """A file could not be written."""
+
+
 def main() -> None:
-    """Answer the requests: a list of [path, size, e_tag], or the path of a file with bytes of an object."""
+    """Answer the requests: a list of [path, size, e_tag], or a file with bytes of an object."""
     try:
         import obstore  # noqa: F401
     except ImportError:
         sys.exit(MISSING)
-    opened = json.loads(sys.stdin.readline())
-    if len(sys.argv) > 1:
-        pool = ThreadPoolExecutor(int(sys.argv[1]))
+    try:
+        store = _open(**json.loads(sys.stdin.readline()))
+        if len(sys.argv) > 1:
+            pool = ThreadPoolExecutor(int(sys.argv[1]))
+            for line in sys.stdin:
+                pool.submit(answer, store, json.loads(line))
+            os._exit(0)  # without waiting for requests in progress
         for line in sys.stdin:
-            pool.submit(answer, opened, json.loads(line))
-        os._exit(0)  # without waiting for requests in progress
-    for line in sys.stdin:
-        try:
-            answer(opened, json.loads(line))
-        except OSError as error:
-            print(error.strerror or error, file=sys.stderr)
-            sys.exit(NOT_WRITTEN)
-        except Exception as error:  # obstore has one class per kind of store and failure
-            text = " ".join(str(error).split())[:300] or type(error).__name__
-            if "169.254.169.254" in text or "metadata" in text:  # where machines of a cloud find credentials
-                text = "there are no credentials; set them in the environment, such as AWS_ACCESS_KEY_ID"
-            sys.exit(text)
+            answer(store, json.loads(line))
+    except NotWritten as error:
+        print(error, file=sys.stderr)
+        sys.exit(NOT_WRITTEN)
+    except Exception as error:  # obstore has one class per kind of store and failure
+        text = " ".join(str(error).split())[:300] or type(error).__name__
+        if "169.254.169.254" in text or "metadata" in text:  # where machines of a cloud find credentials
+            text = "there are no credentials; set them in the environment, such as AWS_ACCESS_KEY_ID"
+        sys.exit(text)
 
 
-def answer(opened: dict[str, Any], request: dict[str, Any]) -> None:
-    """Print the objects for a request without a path, or else copy a range of the bytes of an object to a file."""
+def answer(store: Any, request: dict[str, Any]) -> None:
+    """Print the objects for a request without a path, or else copy parts of an object to a file."""
     import obstore
 
-    store = _open(**opened)
     if "path" not in request:
         found = [entry for page in obstore.list(store) for entry in page]
         print(json.dumps([[entry["path"], entry["size"], entry["e_tag"] or ""] for entry in found]))
         return
-    start, end = request["range"]
-
-    def get() -> Any:
+    file, (start, end) = Path(request["file"]), request["range"]
+    with locked(Path(request["lock"])) if "lock" in request else nullcontext():
+        if "lock" in request and file.exists():
+            return
+        get = _get_rows if "group" in request else _get
+        content = get(store, request)
         try:
-            return obstore.get_range(store, request["path"], start=start, end=end)
-        except OSError as error:  # of file://
-            raise RuntimeError(str(error)) from None
+            if "limit" in request:
+                remove_oldest(file.parent, request["limit"] - (end - start))
+            write(file, content)
+        except OSError as error:
+            raise NotWritten(error.strerror) from None
 
-    file = Path(request["file"])
-    if "lock" not in request:
-        write(file, get())
-        return
-    with locked(Path(request["lock"])):
-        if not file.exists():
-            remove_oldest(file.parent, request["limit"] - (end - start))
-            write(file, get())
+
+def _get(store: Any, request: dict[str, Any]) -> Any:
+    import obstore
+
+    start, end = request["range"]
+    return obstore.get_range(store, request["path"], start=start, end=end)
+
+
+def _get_rows(store: Any, request: dict[str, Any]) -> bytes:
+    """Return the rows of a row group of Parquet, one after the other."""
+    from parquet import read_rows  # type: ignore[import-not-found]  # beside this program, which has no package
+
+    with tempfile.TemporaryFile() as sparse:  # only the row group and the metadata
+        sparse.truncate(request["size"])
+        for part in request["parts"]:
+            os.pwrite(sparse.fileno(), _get(store, {**request, "range": part}), part[0])
+        return b"".join(value for row in read_rows(sparse, request["group"]) for value in row.values())
 
 
 def remove_oldest(directory: Path, limit: float) -> None:
@@ -95,13 +113,12 @@ def remove_oldest(directory: Path, limit: float) -> None:
 
 def write(path: Path, content: Any) -> None:
     """Write a file that is complete or absent at any time. Raise OSError if it cannot be written."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".partial-", delete=False) as file:
-        try:
-            file.write(content)
-            file.flush()
-            os.rename(file.name, path)
-        finally:
-            Path(file.name).unlink(missing_ok=True)
+    partial = path.with_name(f".partial-{uuid.uuid4().hex}")
+    try:
+        partial.write_bytes(content)
+        partial.rename(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 @contextmanager

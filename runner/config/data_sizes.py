@@ -28,8 +28,6 @@ def find_sizes(node: dict[str, Any], choices: Mapping[str, str]) -> dict[str, An
     try:
         dataset = make_group(choices, "data", options, **{name: TRAIN[name] for name in option})
     except InputError as error:
-        text = "; ".join(error.messages)
-        if not any(f"data.{name}" in text for name in SIZES):
-            text += f"; {' and '.join(f'data.{name}' for name in missing)} are read there, unless they are set"
-        raise InputError(text) from None
+        fix = f"; {' and '.join(f'data.{name}' for name in missing)} are read there, unless they are set"
+        raise InputError(*(text + fix * text.startswith("data.root=") for text in error.messages)) from None
     return {name: getattr(dataset, name) for name in missing if hasattr(dataset, name)}

@@ -15,7 +15,7 @@ from runner.shipped.data.shards import requests
 from runner.shipped.data.shards.dataset import Shards
 from runner.shipped.data.shards.index import CRC
 from sample_log import samples_of
-from shard_files import save_vectors
+from shard_files import save_parquet, save_vectors
 from worlds import Run, configure, run
 
 from runner.errors import InputError
@@ -34,7 +34,7 @@ for name, path in files: store.put(name, open(path, "rb").read())
 
 def upload(bucket: Bucket, directory: Path) -> str:
     """Copy a directory to the bucket. Return its address."""
-    files = [[str(path.relative_to(directory)), str(path)] for path in directory.rglob("*.tar")]
+    files = [[str(path.relative_to(directory)), str(path)] for path in directory.rglob("*.*")]
     address = f"s3://{bucket.name}/root"
     message = json.dumps([address, bucket.options(), files])
     subprocess.run([sys.executable, "-c", UPLOAD], input=message, text=True, check=True, timeout=120)
@@ -98,6 +98,23 @@ def test_blocks_that_were_copied_ahead_are_not_requested_again(tmp_path: Path, b
     assert process.poll() is None
     del data
     assert process.poll() is not None
+
+
+def test_row_groups_of_parquet_are_copied(tmp_path: Path, bucket: Bucket, proxy: Proxy) -> None:
+    for name in ("a", "b"):
+        columns = {"x": [[number / 7] * 8 for number in range(10)], "y": [number % 4 for number in range(10)]}
+        save_parquet(tmp_path / "root" / f"{name}.parquet", columns, 4)
+    address, columns = upload(bucket, tmp_path / "root"), {"input": "x", "target": "y"}
+    local = Shards("train", root=str(tmp_path / "root"), cache_dir=str(tmp_path / "local"), **columns)
+    data = opened(address, tmp_path / "cache", bucket, proxy.port, **columns)
+    data.copy_ahead([10, 14])
+    wait_until(lambda: len(list((tmp_path / "cache" / "blocks").glob("[!.]*"))) == 3)  # and that of the first sample
+    before = proxy.counts["GET None"]
+    for index in (*range(4), *range(10, 18)):
+        assert all(map(torch.equal, data[index], local[index]))
+    assert proxy.counts["GET None"] == before == 1 + 2 + 3 * 2  # the list, the shards, and each group with its metadata
+    for index in range(4, 10):
+        assert all(map(torch.equal, data[index], local[index]))
 
 
 def test_a_damaged_copy_is_replaced_once(tmp_path: Path, bucket: Bucket, proxy: Proxy) -> None:

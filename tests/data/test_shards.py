@@ -14,7 +14,7 @@ from parity import COMMON
 from PIL import Image
 from runner.shipped.data.image_folder import ImageFolder
 from runner.shipped.data.shards.dataset import Shards
-from shard_files import npy, save_tar, save_vectors
+from shard_files import npy, save_parquet, save_tar, save_vectors
 from worlds import run
 
 from runner.input.loader import Loader
@@ -78,6 +78,37 @@ def test_a_sample_that_cannot_be_decoded_is_one_message(tmp_path: Path) -> None:
     decoded = opened(tmp_path / "root", decode=lambda sample: {"cat": 0}["dog"])
     with pytest.raises(ValueError, match=r"a\.tar, sample 0 cannot be decoded \(KeyError: 'dog'\)"):
         decoded[0]
+
+
+def test_rows_of_parquet_are_samples(tmp_path: Path) -> None:
+    numbers = [[float(number), 0.1] for number in range(7)]
+    columns = {
+        "x": numbers,
+        "y": [3, 1, 0, 2, 2, 2, 1],
+        "png": [b"%d" % number for number in range(7)],
+        "text": ["é"] * 7,
+    }
+    save_parquet(tmp_path / "root" / "train" / "a.parquet", columns, 3)
+    save_parquet(tmp_path / "root" / "train" / "b.parquet", {"x": numbers[:2], "y": [0, 1]}, 3)
+    data = Shards("train", root=str(tmp_path / "root"), input="x", target="y", cache_dir=str(tmp_path / "cache"))
+    assert (data.sample_shape, data.num_outputs, data.block_ends.tolist()) == ([2], 4, [3, 6, 7, 9])
+    expected = [*numbers, *numbers[:2]]
+    for index in (8, 0, 3, 5, 6, 7, 1, 2, 4):
+        inputs, target = data[index]
+        assert torch.equal(inputs, torch.tensor(expected[index])) and target == [*columns["y"], 0, 1][index]
+    assert len(list((tmp_path / "cache" / "blocks").iterdir())) == 4
+    members = Shards("train", [2], 4, str(tmp_path / "root"), decode=dict, cache_dir=str(tmp_path / "cache"))[4]
+    assert members == {"x.json": b"[4.0, 0.1]", "y.json": b"2", "png": b"4", "text.txt": "é".encode()}
+    save_parquet(tmp_path / "root" / "train" / "b.parquet", {"x": numbers[:2], "y": [0, 2]}, 3)
+    with pytest.raises(ValueError, match=r"b\.parquet has changed since it was indexed"):
+        Shards("train", root=str(tmp_path / "root"), input="x", target="y", cache_dir=str(tmp_path / "cache"))
+
+
+def test_a_truncated_parquet_shard_is_refused(tmp_path: Path) -> None:
+    save_parquet(tmp_path / "root" / "a.parquet", {"x": [[0.5]] * 100, "y": [0] * 100}, 50)
+    os.truncate(tmp_path / "root" / "a.parquet", 500)
+    with pytest.raises(ValueError, match=r"a\.parquet cannot be read \(.*\); replace or remove it"):
+        opened(tmp_path / "root", input="x", target="y")
 
 
 def damage_byte(path: Path) -> None:

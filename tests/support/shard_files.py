@@ -4,8 +4,10 @@ import io
 import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow.parquet
 
 
 def npy(array: np.ndarray) -> bytes:
@@ -24,6 +26,12 @@ def save_tar(path: Path, samples: Sequence[Mapping[str, bytes]], first: int = 0)
                 member = tarfile.TarInfo(f"{number:06}.{extension}")
                 member.size = len(content)
                 tar.addfile(member, io.BytesIO(content))
+
+
+def save_parquet(path: Path, columns: Mapping[str, Sequence[Any]], rows_per_group: int) -> None:
+    """Write a shard of Parquet."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.table(columns), path, row_group_size=rows_per_group)
 
 
 def save_vectors(directory: Path, sizes: Sequence[int]) -> None:
