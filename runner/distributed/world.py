@@ -11,6 +11,7 @@ from runner.distributed.failures.shutdown import Shutdown
 from runner.distributed.failures.watchdog import Watchdog
 from runner.distributed.local.local_ranks import LocalRanks
 from runner.distributed.process_group import ProcessGroup
+from runner.distributed.readings import Readings
 from runner.distributed.store_consensus import StoreConsensus
 from runner.distributed.world_store import WorldStore
 
@@ -29,6 +30,7 @@ class World:
         self.consensus = StoreConsensus(rank_info, self.store, backend.timeout_s)
         self.group = ProcessGroup(rank_info, self.store, self.local_ranks)
         self.collectives = Collectives(rank_info.world_size)
+        self.readings = Readings()
         self.shutdown = Shutdown(rank_info, self.store, self.local_ranks, self.heartbeat)
         self.watchdog = Watchdog(rank_info, self.store, self.local_ranks, self.heartbeat, self.shutdown)
 
@@ -40,6 +42,7 @@ class World:
     def begin_job(self, backend: Backend) -> None:
         """Start a job, with new keys in the store. All ranks must call it."""
         self.backend, self.consensus.timeout_s, self.store.timeout_s = backend, backend.timeout_s, backend.timeout_s
+        self.readings = Readings()  # a failed job may have left some
         self.store.begin_job()
         self.local_ranks.publish()
         self.shutdown.begin_job(backend.timeout_s)

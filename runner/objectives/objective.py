@@ -56,14 +56,15 @@ class PassValues:
         """Add a number or scalar tensor and its weight."""
         pair = [torch.as_tensor(value).detach().double() for value in (total, weight)]
         device = next((value.device for value in pair if value.device.type != "cpu"), pair[0].device)
-        self._sums[name] = self._sums.get(name, 0.0) + torch.stack([value.to(device) for value in pair])
+        added = torch.stack([value.to(device, non_blocking=True) for value in pair])
+        self._sums[name] = self._sums.get(name, 0.0) + added
 
     def sums(self, names: Sequence[str], device: torch.device) -> torch.Tensor:
         """Return the local sums and weights of these values, (names, 2) in float64."""
         if not names:  # launches no kernel in each step
             return torch.zeros(0, 2, dtype=torch.float64, device=device)
         zero = torch.zeros(2, dtype=torch.float64, device=device)
-        return torch.stack([self._sums.get(name, zero).to(device) for name in names])
+        return torch.stack([self._sums.get(name, zero).to(device, non_blocking=True) for name in names])
 
 
 class Objective:
@@ -146,7 +147,8 @@ class Objective:
                 self.log(term, loss.value, loss.weight)
         finally:
             values.counts = True
-        weights = [torch.as_tensor(loss.weight, device=losses[0].value.device).double() for loss in losses]
+        device = losses[0].value.device
+        weights = [torch.as_tensor(loss.weight).to(device, torch.float64, non_blocking=True) for loss in losses]
         return Loss(torch.stack([loss.value for loss in losses]), torch.stack(weights))
 
     def evaluate(self, model: Any, micro_batch: MicroBatch) -> Prediction:

@@ -120,9 +120,9 @@ class LocalReplica(Replica):
         mean = super().forward_backward(StepBatch(present, self._step_samples, batch.wait_s))
         return Loss(mean, self._step_samples, is_mean=True).divided_by(batch.num_samples)
 
-    def step(self, scheduled: Scheduled, want_norm: bool) -> float | None:
+    def step(self, scheduled: Scheduled, want_norm: bool) -> torch.Tensor | None:
         """Update this rank's parameters. In warm-up and at the end of a round, all ranks must call it."""
-        norm: float | None = 0.0 if want_norm else None
+        norm = torch.zeros((), device=self.device) if want_norm else None
         if self._warms_up or self._step_samples:
             norm = super().step(scheduled, want_norm)
         self._round_samples += self._step_samples
@@ -249,7 +249,7 @@ class LocalReplica(Replica):
         """
         if self._world.world_size == 1 or not tensors:
             return
-        num_samples = torch.tensor(float(self._round_samples), dtype=torch.float64, device=tensors[0].device)
+        num_samples = torch.full((), float(self._round_samples), dtype=torch.float64, device=tensors[0].device)
         weight = self._round_samples / self._world.collectives.sum(num_samples)
         for dtype in dict.fromkeys(t.dtype for t in tensors):
             same = [t for t in tensors if t.dtype == dtype]

@@ -178,8 +178,8 @@ class ServerModel(SynchronizedReplica):
                 self._world.collectives.sum(torch.zeros((), dtype=torch.float64, device=self._world.device))
         return torch.zeros((), dtype=self.precision.parameter_dtype, device=self._world.device)
 
-    def step(self, scheduled: Scheduled, want_norm: bool) -> float | None:
-        return self.server.step(scheduled, want_norm)
+    def step(self, scheduled: Scheduled, want_norm: bool) -> torch.Tensor | None:
+        return _as_tensor(self.server.step(scheduled, want_norm))
 
     def predict(self, micro_batch: MicroBatch) -> None:
         self._wait_for_all()
@@ -220,7 +220,7 @@ class TrainerModel(SynchronizedReplica):
         super().skip()
         self._contexts.close()
 
-    def step(self, scheduled: Scheduled, want_norm: bool) -> float | None:
+    def step(self, scheduled: Scheduled, want_norm: bool) -> torch.Tensor | None:
         """Send the gradients. Return the norm in the server's reply."""
         self.update.set_scheduled(scheduled)
         gradient: torch.Tensor | int | None = None  # without samples
@@ -234,7 +234,7 @@ class TrainerModel(SynchronizedReplica):
             self._set_weights(weights)
         self.module.zero_grad(set_to_none=True)
         self._contexts.close()
-        return norm if want_norm else None
+        return _as_tensor(norm) if want_norm else None
 
     def predict(self, micro_batch: MicroBatch) -> Prediction | None:
         """Run the model with the server's weights. All ranks must call it the same number of times."""
@@ -297,3 +297,7 @@ class TrainerModel(SynchronizedReplica):
         weights = _unflatten_dense_tensors(flat.to(self._device), self._trained)
         for parameter, weight in zip(self._trained, weights, strict=True):
             parameter.copy_(weight if parameter.is_complex() else weight.real)
+
+
+def _as_tensor(norm: float | None) -> torch.Tensor | None:
+    return None if norm is None else torch.tensor(norm, dtype=torch.float64)

@@ -58,7 +58,8 @@ class Server:
             if gradients := [gradient for gradient, _ in arrived if gradient is not None]:
                 with self._update_lock:
                     set_gradients(self.trained, functools.reduce(torch.add, gradients).to(self.device))
-                    norm = self.update.step(scheduled, want_norm)
+                    found = self.update.step(scheduled, want_norm)
+                    norm = None if found is None else found.item()  # the reply is on the CPU anyway
             reply = None if self.is_async else self.weights(), norm
             for _, future in arrived:
                 count_tensors(RPC, reply)

@@ -57,8 +57,8 @@ class ParameterUpdate:
             else:
                 group["lr"] = lr * scheduled
 
-    def step(self, scheduled: Scheduled, want_norm: bool) -> float | None:
-        """Update the parameters. Return the norm of the gradients before clipping, if requested."""
+    def step(self, scheduled: Scheduled, want_norm: bool) -> Tensor | None:
+        """Update the parameters. Return the norm of the gradients before clipping, (), if requested."""
         self.set_scheduled(scheduled)
         scaler = self._precision.scaler
         scaler.unscale_(self._optimizer)
@@ -76,7 +76,7 @@ class ParameterUpdate:
         scaler.step(self._optimizer)
         scaler.update()
         self._optimizer.zero_grad(set_to_none=True)
-        return norm.item() if norm is not None and want_norm else None
+        return norm if want_norm else None
 
 
 @torch.no_grad()
@@ -119,7 +119,7 @@ def flatten_gradients(trained: Sequence[nn.Parameter], gradients: Sequence[Tenso
     """
     dense = [_dense(parameter, gradient) for parameter, gradient in zip(trained, gradients, strict=True)]
     exist = [gradient is not None for gradient in gradients]
-    return torch.cat([*(each.flatten() for each in dense), torch.tensor(exist).to(dense[0])])
+    return torch.cat([*(each.flatten() for each in dense), torch.tensor(exist).to(dense[0], non_blocking=True)])
 
 
 def set_gradients(trained: Sequence[nn.Parameter], flat: Tensor) -> None:

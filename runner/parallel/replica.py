@@ -135,7 +135,8 @@ class Replica:
         if total_weights is None:
             assert isinstance(loss.weight, torch.Tensor)
             total_weights = self._sum_over(loss.weight / self._duplicates)
-        coefficients = total_weights.new_tensor([*self.objective.terms.values()])
+        coefficients = torch.tensor([*self.objective.terms.values()], dtype=total_weights.dtype)
+        coefficients = coefficients.to(total_weights.device, non_blocking=True)
         factors = torch.where(total_weights > 0, coefficients / total_weights, 0.0)
         return (loss.value * factors.to(loss.value)).sum()
 
@@ -164,7 +165,7 @@ class Replica:
     def skip(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
-    def step(self, scheduled: Scheduled, want_norm: bool) -> float | None:
+    def step(self, scheduled: Scheduled, want_norm: bool) -> torch.Tensor | None:
         return self.update.step(scheduled, want_norm)
 
     @property

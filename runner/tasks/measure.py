@@ -54,6 +54,7 @@ class Measure(JobTask):
 
         for _ in range(self.compared_steps):
             trainer.step(next(batches))
+        world.readings.flush()
         if self.compared_steps:
             coordinator = SaveCoordinator.of(world, directory.is_shared)
             save(directory.checkpoints, parallel_model.state(), trainer.state, coordinator)
@@ -61,6 +62,7 @@ class Measure(JobTask):
         meter.pause()
         for _ in range(self.timed_steps):
             trainer.step(next(batches))
+        world.readings.flush()
         rate, step_time_s = meter.samples_per_second, meter.seconds_per_step
         counter = CommunicationCounter()
         with counter:

@@ -94,8 +94,11 @@ class Stepper(Protocol):
     def gradients(self) -> list[torch.Tensor]:
         """Return this rank's gradients: whole, or its shards."""
 
-    def step(self, scheduled: Scheduled, want_norm: bool) -> float | None:
-        """Update the parameters as scheduled. Return the norm of the whole gradient before clipping, if requested."""
+    def step(self, scheduled: Scheduled, want_norm: bool) -> torch.Tensor | None:
+        """Update the parameters as scheduled. Return the norm of the gradient before clipping, (), if requested.
+
+        The norm is that of the whole gradient. Reading it would wait for the device.
+        """
 
     def skip(self) -> None:
         """Drop the gradients. Called on all ranks, in place of `step` or to compute the gradients of a step again."""

@@ -3,7 +3,7 @@
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -130,17 +130,17 @@ class StragglerMeter:
             table[self._world.rank] = self._work_s
         return table
 
-    def measured(self, work_s: torch.Tensor) -> dict[str, float]:
-        """Return the metrics since the last call, given the sum of `work_s` over the ranks.
+    def measured(self, of_ranks: Sequence[float]) -> dict[str, float]:
+        """Return the metrics since the last call, given `work_s` of each rank.
 
         perf/straggler is the fraction of the time, 0 to 1, in which the other ranks wait on average for the one that
         works longest, perf/slowest_rank.
         """
         if not self._is_enabled:
             return {}
-        work_s = work_s[self._ranks]
-        slowest = int(work_s.argmax())
-        wait_s = float((work_s[slowest] - work_s).sum()) / (len(self._ranks) - 1)
+        work_s = [of_ranks[rank] for rank in self._ranks]
+        slowest = work_s.index(max(work_s))
+        wait_s = sum(work_s[slowest] - each for each in work_s) / (len(self._ranks) - 1)
         fraction = min(wait_s / max(self._step_s, 1e-9), 1.0)
         self._step_s = self._work_s = 0.0
         return {"perf/straggler": fraction, "perf/slowest_rank": float(self._ranks[slowest])}

@@ -1,7 +1,6 @@
 """The training loop: steps, evaluations, and stopping. It depends neither on the mode nor on the number of ranks."""
 
 import itertools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -15,13 +14,14 @@ from runner.errors import Preempted
 from runner.input.batch import StepBatch
 from runner.input.checksum import NUM_STEPS
 from runner.input.sampler import count_steps
-from runner.objectives.objective import PassValues, begin_passes
+from runner.objectives.objective import begin_passes
 from runner.training.build import Experiment
 from runner.training.callbacks.contract import STOPS, Callbacks, Outcome, Progress, RunInfo, Update
-from runner.training.evaluation import evaluate, logged_means, with_total
+from runner.training.evaluation import evaluate
 from runner.training.mode import ParallelModel
 from runner.training.replay import Replay
-from runner.training.throughput import StragglerMeter, ThroughputMeter, peak_memory_mib
+from runner.training.step_log import StepLog
+from runner.training.throughput import ThroughputMeter
 
 
 @dataclass
@@ -38,12 +38,11 @@ class Trainer:
     evaluation_is_missing: bool = False  # the resumed run was interrupted before an evaluation that was due
     stops_as: Outcome | None = None  # `stops_as` of the callback of any rank that ended the run before the last step
     stop_reason: str = ""  # on rank 0: that of the first rank whose callback ended the run
-    checksums: list[float] = field(default_factory=list)  # of this rank's samples, since the last logged step
-    straggler: StragglerMeter = field(init=False)
+    step_log: StepLog = field(init=False)
     replay: Replay = field(init=False)
 
     def __post_init__(self) -> None:
-        self.straggler = StragglerMeter(self.world, self.experiment.axes)
+        self.step_log = StepLog(self.config, self.experiment, self.world, self.meter)
         self.replay = Replay(self.config.replay_every_steps, self.experiment.recipe, self.world)
 
     @property
@@ -76,7 +75,11 @@ class Trainer:
                 metrics = {**self.state.logged, **evaluated}  # `logged` also exists after a resume at the end
                 outcome = self.stops_as or "finished"
             except Preempted:
+                self.world.readings.flush()
                 outcome = "preempted"
+                raise
+            except Exception:
+                self.world.readings.flush_complete()  # their log lines, or the loss that is the cause
                 raise
             finally:
                 if outcome != "failed":
@@ -101,7 +104,7 @@ class Trainer:
                 finish_vote = self._start_vote(self.callbacks.is_due)
                 self.step(batch)
                 if finish_vote():
-                    self.callbacks.call("when_due", Progress(self.state))
+                    self.callbacks.call("when_due", Progress(self.state, readings=self.world.readings))
                 if self._is_evaluation_due():
                     metrics |= self._evaluate()
                     if self.stopped:
@@ -115,6 +118,7 @@ class Trainer:
         """Call after_epoch once after each epoch except the last."""
         state = self.state
         if not state.step_in_epoch and state.ended_epochs < state.epoch and state.step < self.num_steps:
+            self.world.readings.flush()
             self.state = replace(state, ended_epochs=state.epoch)
             self.callbacks.call("after_epoch", Progress(self.state))
             self.meter.pause()
@@ -123,15 +127,15 @@ class Trainer:
         """Make one optimizer step over all ranks."""
         step, num_steps = self.state.step, self.num_steps
         self.world.heartbeat.record(f"step {step + 1}")
-        self.straggler.begin_step()
+        self.step_log.begin_step()
         is_logged = (step + 1) % self.config.log_every == 0 or step + 1 == num_steps
         # Each step has its own random numbers, so that no state needs to be saved.
         axes = self.experiment.axes
         self.experiment.recipe.draws.begin(self.config.seed, step, data_rank=axes.data_rank(self.world.rank))
 
         scheduled = self.experiment.schedule(step, num_steps, self.steps_per_epoch)
-        objective, train_metrics = self.experiment.recipe.objective, self.experiment.train_metrics
-        pass_values = begin_passes(objective, keeps_outputs=is_logged and train_metrics is not None)
+        keeps_outputs = is_logged and self.experiment.train_metrics is not None
+        pass_values = begin_passes(self.experiment.recipe.objective, keeps_outputs)
         losses, norms = {}, {}
         for name, stepper in self.parallel_model.steppers.items():  # one, unless the objective has several losses
             self.callbacks.call("before_forward")
@@ -144,45 +148,16 @@ class Trainer:
         skipped_steps = self.state.skipped_steps + (len(norms) < len(losses))
         self.state = replace(self.state.after_step(batch.ends_epoch), skipped_steps=skipped_steps)
 
-        logged = pass_values.sums(objective.value_names, self.world.device)
-        self.straggler.end_step(batch.wait_s)
-        if batch.checksum is not None or self.checksums:  # the list ends with the value of the logged step
-            checksum = math.nan if batch.checksum is None else batch.checksum
-            self.checksums.append(checksum if axes.reads_first(self.world.rank) else 0.0)
-        metrics: dict[str, float] = {}
-        checksums: list[float] = []
+        self.step_log.end_step(batch)
+        now = Progress(self.state, updated=tuple(norms), is_logged=is_logged, readings=self.world.readings)
         if is_logged:
-            local = torch.stack([*losses.values()])
-            parts = [local.double(), logged.flatten(), self._measured(pass_values), self.straggler.work_s()]
-            parts.append(torch.tensor(self.checksums, dtype=torch.float64, device=local.device))
-            summed = self.world.collectives.sum(torch.cat(parts))
-            totals, means, measured, sums, of_samples = summed.split([part.numel() for part in parts])
-            checksums, self.checksums = of_samples.tolist(), []
-            metrics = with_total("train", dict(zip(losses, totals.to(local.dtype).tolist(), strict=True)))
-            metrics |= logged_means("train", objective, means)
-            if train_metrics is not None:
-                values = train_metrics.compute(measured, self.world)
-                metrics |= {f"train/{name}": value for name, value in values.items()}
-            if self.config.on_nonfinite == "skip":
-                metrics["train/skipped_steps"] = skipped_steps
-            self.state = replace(self.state, logged=dict(metrics))
-        self.meter.tick(batch)
-        if is_logged:
-            metrics["train/learning_rate"] = self.parallel_model.learning_rate
-            metrics["train/grad_norm"] = math.hypot(*(norm or 0.0 for norm in norms.values())) if norms else math.nan
-            metrics |= self.meter.measured() | self.straggler.measured(sums)
-            metrics["perf/memory_mib"] = peak_memory_mib(self.world.device)
-        self.callbacks.call("after_step", Progress(self.state, metrics, updated=tuple(norms), checksums=checksums))
-
-    def _measured(self, values: PassValues) -> torch.Tensor:
-        """Return the local sums of the metrics of the step; an empty tensor if they are not measured."""
-        metrics = self.experiment.train_metrics
-        if metrics is None or values.outputs is None:
-            return torch.zeros(0, dtype=torch.float64, device=self.world.device)
-        metrics.reset(self.world.device)
-        for outputs, targets, indices in values.outputs if self.experiment.axes.counts(self.world.rank) else ():
-            metrics.add(outputs, targets, indices)
-        return metrics.flat()
+            learning_rate = self.parallel_model.learning_rate
+            now = self.step_log.with_metrics(now, losses, norms, pass_values, batch, learning_rate)
+            self.state = now.state
+        else:
+            self.step_log.without_metrics(batch)
+        self.world.readings.end_step()
+        self.callbacks.call("after_step", now)
 
     def _is_evaluation_due(self) -> bool:
         """Return True if the last step requires an evaluation. The evaluation at the end of the run is made anyway."""
@@ -196,6 +171,7 @@ class Trainer:
 
         An evaluation that the checkpoint of a resumed run includes is not repeated, so that callbacks count it once.
         """
+        self.world.readings.flush()
         if self.state.evaluated:
             return self.state.evaluated
         self.world.heartbeat.record(f"the evaluation after step {self.state.step}")
@@ -212,7 +188,8 @@ class Trainer:
             )
         self.experiment.val_loader.checksum_steps = 0
         self.state = replace(self.state, evaluated=metrics)
-        self.callbacks.call("after_evaluation", Progress(self.state, metrics, predictions, checksums=checksums))
+        now = Progress(self.state, metrics, predictions, checksums=checksums, is_logged=True)
+        self.callbacks.call("after_evaluation", now)
         self._callbacks_stop()
         self.meter.pause()
         return metrics

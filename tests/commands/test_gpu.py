@@ -56,6 +56,35 @@ def test_compiled_in_channels_last_it_learns(precision: str, tmp_path: Path) -> 
     assert result["metrics"]["val/accuracy"] > 0.8
 
 
+WITHOUT_WAITING = """
+import runpy, sys, torch
+from runner.training.trainer import Trainer
+
+step = Trainer.step
+
+def watched(self, batch):  # the first steps allocate memory, and compare buffers
+    torch.cuda.set_sync_debug_mode("error" if self.state.step > 4 else "default")
+    try:
+        step(self, batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+Trainer.step = watched
+sys.argv[0] = "runner"
+runpy.run_module("runner", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("parallel", ["none", "dp", "ddp", "allreduce", "fsdp", "zero", "local_sgd"])
+@pytest.mark.parametrize("options", [("log_every=1",), ("clip_grad_norm=1.0", "precision=bf16", "log_every=2")])
+def test_no_step_waits_for_the_gpu(parallel: str, options: tuple[str, ...], tmp_path: Path) -> None:
+    """torch raises an exception for each operator that synchronizes."""
+    words = (*SMALL, "batch_size=64", "max_steps=12", f"parallel={parallel}", *options)
+    start = [sys.executable, "-c", WITHOUT_WAITING, *words]
+    done = subprocess.run(start, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_batch_norm_is_synchronized_over_gpus(tmp_path: Path) -> None:
     _, expected = train(tmp_path / "one", *BRIEF)

@@ -13,8 +13,10 @@ from worlds import MODES, Run, configure, run, state_of
 
 from runner.checkpoints.layout import list_checkpoints
 from runner.checkpoints.saved_state import open_checkpoint
+from runner.distributed import readings
 from runner.errors import InputError
-from runner.training.callbacks.nan_guard import are_finite
+from runner.training.callbacks import nan_guard
+from runner.training.callbacks.nan_guard import finite_norm
 
 POINTS = """
 import torch
@@ -122,6 +124,35 @@ def test_a_gradient_that_is_not_finite_stops_the_run(ranks: int, tmp_path: Path,
     assert "no response from" not in told
 
 
+@pytest.mark.fault("NaN in the loss, which the host reads a step later", outcome="refused")
+@pytest.mark.parametrize("every_steps", ["1", "null"])
+def test_if_the_loss_is_read_a_step_later_no_checkpoint_contains_its_update(
+    every_steps: str, tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU. A checkpoint after the step reads the loss before; the metrics of the step are not logged."""
+    monkeypatch.setattr(readings, "ASYNCHRONOUS", {"cpu"})
+    words = (*SMALL, "data.bad=[22]", f"checkpoint.every_steps={every_steps}", "parallel=ddp")
+    with pytest.raises(RankError, match="loss is nan"):
+        run(tmp_path, 2, folder, *words)
+    told = assert_stopped(tmp_path, 3) if every_steps == "1" else the_run(tmp_path).result["error"]
+    assert "rank 1, step 3, epoch 1: loss is nan; stopped before a checkpoint contains its update" in told
+    assert "not finite themselves are 22\n" in told and len(told.splitlines()) == 4
+    assert not list_checkpoints(the_run(tmp_path).path / "checkpoints")[2:]
+    assert [line["step"] for line in the_run(tmp_path).lines] == [1, 2]
+
+
+def test_a_gradient_and_a_spike_that_are_read_a_step_later_stop_the_run(
+    tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readings, "ASYNCHRONOUS", {"cpu"})
+    with pytest.raises(RankError, match="step 2, epoch 1: the gradient of loss is not finite, though"):
+        run(tmp_path / "gradient", 1, folder, *SMALL, "data.bad=[11]", "data.value=100", "objective=rooted")
+    words = ("epochs=8", "data.bad=[32]", "data.value=1000", "loss_spike=50", "checkpoint.every_steps=null")
+    monkeypatch.setattr(nan_guard, "MIN_LOSSES", 4)
+    with pytest.raises(RankError, match=r"step 5, epoch 1: loss of .* is above loss_spike=50 times the median"):
+        run(tmp_path / "spike", 1, folder, *SMALL, *words)
+
+
 @pytest.mark.parametrize(
     ("value", "problem"), [("nan", "not finite themselves are 31"), ("100", "of the step are .*31")]
 )
@@ -227,8 +258,8 @@ def test_no_checkpoint_of_weights_that_are_not_finite_is_saved(tmp_path: Path, f
 def test_a_single_non_finite_element_is_detected_although_norms_overflow(dtype: torch.dtype) -> None:
     overflowing = [torch.full((4,), 3e38), torch.full((9,), 6e4, dtype=torch.float16)]
     tensors = [torch.tensor(3), torch.ones(0), torch.ones(3, 7, dtype=dtype), *overflowing]
-    assert are_finite(tensors)
+    assert finite_norm(tensors).isfinite()
     for value in (math.nan, -math.inf):
         tensors[2][2, 3] = value
-        assert not are_finite(tensors)
-    assert not are_finite([tensors[2]])
+        assert not finite_norm(tensors).isfinite()
+    assert not finite_norm([tensors[2]]).isfinite()

@@ -15,6 +15,7 @@ from torch import nn
 from runner.checkpoints.layout import TrainState
 from runner.checkpoints.saved_state import LocalState, SavedState
 from runner.config.schema import Config
+from runner.distributed.readings import Readings
 from runner.errors import raised_by
 from runner.input.batch import StepBatch
 from runner.records.monitor import BY_LOSS, Monitor
@@ -60,18 +61,32 @@ class Progress:
     """The position of the run when a callback is called, and the new metrics.
 
     Attributes:
-        metrics: Empty after a step without logging (`log_every`). perf/* and local gradient norms differ between ranks.
+        known_metrics: The metrics that are already read from the device.
         predictions: Counted in an evaluation if a logger shows them.
         updated: After a step, the names of the objective's losses by which parameters were updated.
         checksums: Of the samples (runner.input.checksum): one for each step since the last logged one, or for each
-            batch of the first evaluation. Empty after the first epoch.
+            batch of the first evaluation. Empty after the first epoch. Read from the device with the metrics.
+        is_logged: The step is logged (`log_every`), or an evaluation has metrics.
+        readings: Its method `then` calls a function when the metrics are read, without waiting for them.
     """
 
     state: TrainState
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    known_metrics: Mapping[str, float] = field(default_factory=dict)
     predictions: Predictions | None = None
     updated: Sequence[str] = ()
     checksums: Sequence[float] = ()
+    is_logged: bool = False
+    readings: Readings = field(default_factory=Readings)
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """The new metrics; empty after a step without logging (`log_every`). On a GPU, this waits for the step.
+
+        perf/* and local gradient norms differ between ranks.
+        """
+        if self.is_logged and not self.known_metrics:
+            self.readings.flush()
+        return self.known_metrics
 
     @property
     def step(self) -> int:

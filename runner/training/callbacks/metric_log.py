@@ -40,13 +40,14 @@ class MetricLog(Callback):
 
     def log(self, now: Progress, metrics: Mapping[str, float]) -> None:
         """Log a callback's custom metrics; only those of the writing rank are kept."""
-        self._log(replace(now, metrics={name: float(value) for name, value in metrics.items()}))
+        custom = replace(now, known_metrics={name: float(value) for name, value in metrics.items()})
+        now.readings.then(lambda: self._log(custom))
 
     def after_step(self, now: Progress) -> None:
         self._directory.record.step, self._directory.record.epoch = now.state.step, now.state.epoch
         self.num_lines = 0
-        if now.metrics:
-            self._log(now, {TRAIN_CHECKSUMS: now.checksums})
+        if now.is_logged:
+            now.readings.then(lambda: self._log(now, {TRAIN_CHECKSUMS: now.checksums}))
 
     def after_evaluation(self, now: Progress) -> None:
         self._log(now, {VAL_CHECKSUMS: now.checksums})

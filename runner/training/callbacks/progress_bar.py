@@ -39,8 +39,10 @@ class ProgressBar(Callback):
         self._pause_in_debugger(self._bar)
 
     def after_step(self, now: Progress) -> None:
-        if "train/loss" not in now.metrics:
-            return
+        if now.is_logged:
+            now.readings.then(lambda: self._show(now))
+
+    def _show(self, now: Progress) -> None:
         self._train_loss = {"train/loss": now.metrics["train/loss"]}
         if self._bar:
             rate = format_number(round(self._meter.samples_per_second or 0))

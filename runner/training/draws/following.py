@@ -167,7 +167,7 @@ class Following(DrawMode):
         repeats = draws.repeats_of((name, len(size)), of_one[dim], dim, like)
         if in_order and (start or repeats > 1 or (name, of_one) not in draws.of_samples):
             draws.warn(f"{name} draws {[*of_one]} numbers of a sample, unlike in the dry run")
-        call = torch.empty(2, dtype=torch.int64).random_().to(draws.device)
+        call = torch.empty(2, dtype=torch.int64).random_().to(draws.device, non_blocking=True)
         return Rows(self._keys + call, size, dim, repeats, start)
 
     def _start(self, name: str, of_one: tuple[int, ...], dim: int) -> tuple[int, ...]:

@@ -21,8 +21,8 @@ _DIGITS = {torch.float64: 53, torch.float16: 11, torch.bfloat16: 8}  # of a unif
 
 def sample_keys(indices: Sequence[int], device: torch.device) -> Tensor:
     """Return two keys of each sample, (n, 2)."""
-    index = torch.tensor(indices, dtype=torch.int64, device=device)[:, None]
-    return random_bits(torch.tensor([0, _GAMMA], device=device), index, index)
+    index = torch.tensor(indices, dtype=torch.int64).to(device, non_blocking=True)[:, None]
+    return random_bits(torch.tensor([0, _GAMMA]).to(device, non_blocking=True), index, index)
 
 
 def random_bits(positions: Tensor, first: Tensor, second: Tensor) -> Tensor:
