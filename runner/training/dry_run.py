@@ -26,6 +26,7 @@ from runner.training.float_classes import hint_at_classes
 from runner.training.model.deferred_init import probe, probe_with_random_weights
 from runner.training.model.forward_state import restoring_state
 from runner.training.model.submodules import offered, stages_or_blocks
+from runner.training.packing_check import check_packing
 from runner.training.slice_check import check_slices, differ
 
 _NARROW = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32, torch.uint64)
@@ -61,6 +62,8 @@ def dry_run(components: Components) -> DryRun:
                 hint = _settle(components, objective, micro_batch)
             seed_all(0)
             result: DryRun = probe(module, _observe, trained, objective, micro_batch)
+            if isinstance(objective, Supervised):
+                check_packing(components, micro_batch)
             parallel = components.parallel
             pipelines = parallel.splits_parameters and parallel.supported_objectives == "supervised"
             if pipelines and offered(module, "stages"):
