@@ -32,29 +32,32 @@ class NotWritten(Exception):
     """A file could not be written."""
 
 
-def main() -> None:
-    """Answer the requests: a list of [path, size, e_tag], or a file with bytes of an object."""
+def main() -> tuple[int, str]:
+    """Answer the requests: a list of [path, size, e_tag], or a file with bytes of an object.
+
+    Return the exit status, and the reason of a failure.
+    """
     try:
         import obstore  # noqa: F401
     except ImportError:
-        sys.exit(MISSING)
+        return FAILED, MISSING
     try:
         store = _open(**json.loads(sys.stdin.readline()))
         if len(sys.argv) > 1:
             pool = ThreadPoolExecutor(int(sys.argv[1]))
             for line in sys.stdin:
                 pool.submit(answer, store, json.loads(line))
-            os._exit(0)  # without waiting for requests in progress
+            return 0, ""  # without waiting for requests in progress
         for line in sys.stdin:
             answer(store, json.loads(line))
     except NotWritten as error:
-        print(error, file=sys.stderr)
-        sys.exit(NOT_WRITTEN)
+        return NOT_WRITTEN, str(error)
     except Exception as error:  # obstore has one class per kind of store and failure
         text = " ".join(str(error).split())[:300] or type(error).__name__
         if "169.254.169.254" in text or "metadata" in text:  # where machines of a cloud find credentials
             text = "there are no credentials; set them in the environment, such as AWS_ACCESS_KEY_ID"
-        sys.exit(text)
+        return FAILED, text
+    return 0, ""
 
 
 def answer(store: Any, request: dict[str, Any]) -> None:
@@ -144,4 +147,7 @@ def _open(address: str, options: dict[str, Any]) -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    status, reason = main()
+    print(reason, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(status)  # without the destructors of threads of obstore and pyarrow, which may abort the process
