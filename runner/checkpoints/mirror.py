@@ -51,7 +51,11 @@ def _run(mirror: Mirror, ended: threading.Event, patience_s: float) -> None:
                 continue
 
     threading.Thread(target=renew_regularly, daemon=True).start()
+    num_retries = 0
     while not lost.is_set():
+        if mirror.store.num_retries > num_retries:
+            num_retries = mirror.store.num_retries
+            _reply(retries=num_retries)
         is_last = ended.wait(waited) or os.getppid() != parent
         if is_last:
             ended.set()
@@ -80,7 +84,7 @@ def _run(mirror: Mirror, ended: threading.Event, patience_s: float) -> None:
         ended.wait()
     else:
         lost.set()
-    _reply(left=mirror.left(), error=error)
+    _reply(left=mirror.left(), error=error, retries=mirror.store.num_retries)
 
 
 def _patiently(function: Callable[[], T], patience_s: float) -> T:

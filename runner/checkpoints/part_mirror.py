@@ -24,25 +24,25 @@ class PartMirror:
     num_completed = 0  # the other mirror completes the checkpoints
 
     def __init__(self, store: ObjectStore, directory: Path):
-        self._store, self._directory, self._owner = store, directory, owner_of(store)
+        self.store, self._directory, self._owner = store, directory, owner_of(store)
         self._files = ChangedFiles(store, directory, are_uploaded=True)
         self._sent: dict[Path, str] = {}  # hashes of the uploaded parts
 
     def sync(self, is_last: bool = False) -> None:
         """Upload what is wanted. Raise StoreError if `is_last` and the other mirror has not ended."""
         self._files.upload(is_last)
-        if is_last and owner_of(self._store) != self._owner:  # the other mirror has ended
+        if is_last and owner_of(self.store) != self._owner:  # the other mirror has ended
             for part in self._parts():
                 _remove(part)
             return
         if parts := self._parts():
-            wanted = json.loads(self._store.get(WANTED) or b"{}")
+            wanted = json.loads(self.store.get(WANTED) or b"{}")
             newest = max((step_of(Path(name)) for name in wanted), default=-1)
             for part in parts:
                 name = part.parent.name.removesuffix(PARTIAL)
                 if record := wanted.get(name, {}).get(part.name):
                     if self._sent.get(part) != record["sha256"] and is_saved(part, record):
-                        self._store.put(f"{CHECKPOINTS}/{name}/{part.name}", part)
+                        self.store.put(f"{CHECKPOINTS}/{name}/{part.name}", part)
                         self._sent[part] = record["sha256"]
                 elif name not in wanted and step_of(Path(name)) < newest:  # it is complete, or was removed
                     _remove(part)

@@ -25,7 +25,7 @@ class RunMirror:
     """The mirror of a run directory, or of another directory without checkpoints; on rank 0's machine."""
 
     def __init__(self, store: ObjectStore, directory: Path, lock: ObjectLock):
-        self._store, self._directory, self._lock, self._guard = store, directory, lock, threading.Lock()
+        self.store, self._directory, self._lock, self._guard = store, directory, lock, threading.Lock()
         shutil.rmtree(directory / PINNED, ignore_errors=True)  # of a mirror that was killed
         self._files = ChangedFiles(store, directory)
         self.num_completed = 0  # checkpoints
@@ -101,16 +101,16 @@ class RunMirror:
             self._delete(name)
         sent = self._sent.setdefault(name, set())
         if not sent:  # files that a crash has left
-            self._store.delete([each.path for each in self._store.list(prefix)])
+            self.store.delete([each.path for each in self.store.list(prefix)])
         for file in sorted(files.keys() - {MANIFEST} - sent):
-            self._store.put(f"{prefix}/{file}", files[file])
+            self.store.put(f"{prefix}/{file}", files[file])
             sent.add(file)
         if others and (missing := self._missing(prefix, others)):
             self._wanted[name] = missing
             return
         self._files.upload(is_forced=True)
         self.renew()  # a process that has lost the lock must not complete a checkpoint
-        if not self._store.create(f"{prefix}/{MANIFEST}", manifest):
+        if not self.store.create(f"{prefix}/{MANIFEST}", manifest):
             raise Stale(f"{prefix}/{MANIFEST}")
         self._remote[name] = manifest
         self.num_completed += 1
@@ -118,7 +118,7 @@ class RunMirror:
 
     def _missing(self, prefix: str, files: dict[str, FileRecord]) -> dict[str, FileRecord]:
         """Return those of the files that do not exist remotely."""
-        sizes = {each.path: each.size for each in self._store.list(prefix)}
+        sizes = {each.path: each.size for each in self.store.list(prefix)}
         return {file: record for file, record in files.items() if sizes.get(f"{prefix}/{file}") != record["size"]}
 
     def _publish_wanted(self) -> None:
@@ -126,9 +126,9 @@ class RunMirror:
         content = json.dumps(self._wanted).encode()
         if content != self._published:
             if self._wanted:
-                self._store.put(WANTED, content)
+                self.store.put(WANTED, content)
             else:
-                self._store.delete([WANTED])
+                self.store.delete([WANTED])
             self._published = content
 
     def _pin(self, name: str) -> dict[str, Path]:
@@ -170,8 +170,8 @@ class RunMirror:
         """Delete a checkpoint, its manifest first."""
         prefix = f"{CHECKPOINTS}/{name}"
         self._remote[name] = b""  # an error may interrupt the deletion, which is then repeated
-        self._store.delete([f"{prefix}/{MANIFEST}"])
-        self._store.delete([each.path for each in self._store.list(prefix)])
+        self.store.delete([f"{prefix}/{MANIFEST}"])
+        self.store.delete([each.path for each in self.store.list(prefix)])
         del self._remote[name]
 
 

@@ -21,7 +21,7 @@ from runner.config.changes import changed_since, differs_from
 from runner.config.request import Request
 from runner.config.schema import Config
 from runner.distributed.world import World
-from runner.errors import InputError, as_input_error, describe_system_error
+from runner.errors import InputError, as_input_error, describe_system_error, quantity
 from runner.input.stream import UNKNOWN_LENGTH
 from runner.jobs.machine_copies import pull_copy, synchronize_copies
 from runner.jobs.mirrored_directory import address_of
@@ -130,7 +130,10 @@ def mirrored(config: Config, world: World) -> Iterator[MirrorProcess | None]:
         is_successful = True
     finally:
         if mirror is not None:
-            report_left(mirror.end(), is_successful)
+            left = mirror.end()
+            if world.rank == 0 and (num := mirror.num_retries):
+                print(f"repeated {quantity(num, 'request')} to {config.outputs}", flush=True)
+            report_left(left, is_successful)
 
 
 def agree_on_directory(request: Request, world: World) -> Path:

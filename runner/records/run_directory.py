@@ -222,6 +222,8 @@ class RunDirectory:
     def save_record(self) -> None:
         """Write result.json atomically."""
         self.record.seconds = round(time.monotonic() - self._start, 3)
+        if self.mirror is not None:
+            self.record.upload_retries = self.mirror.num_retries
         if self.writes:
             self.record.save()
 

@@ -81,6 +81,7 @@ class RunRecord:
     mfu: float | None = None  # model FLOPs utilization, on GPUs that have a data sheet
     goodput: float | None = None  # productive seconds over all seconds of the attempts
     seconds: float | None = None  # of the last attempt
+    upload_retries: int | None = None  # repeated requests of the last attempt to the object store of `outputs=`
     weights_sha256: str | None = None
     git: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)

@@ -31,6 +31,7 @@ class MirrorProcess:
     def __init__(self, outputs: str, options: Mapping[str, Any], patience_s: float):
         self._outputs, self._failed, self._directory, self._last = outputs, "", "", dict[str, Any]()
         self.address = ""  # of the run, from `begin` on
+        self.num_retries = 0  # requests of this machine that were repeated
         self._process = subprocess.Popen(
             COMMAND,
             stdin=subprocess.PIPE,
@@ -103,6 +104,7 @@ class MirrorProcess:
             for line in lines:
                 message = json.loads(line)
                 self._failed = message.get("failed") or self._failed
+                self.num_retries = message.get("retries", self.num_retries)
                 if "left" in message:
                     self._last = message
         if not self._last and not self._failed:

@@ -4,12 +4,16 @@ obstore hangs in a process that was forked after its parent had used it, and its
 So only processes that neither fork nor train use a store.
 """
 
+import itertools
+import random
 import re
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +30,8 @@ CLIENT_OPTIONS = (
 ENVIRONMENT = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE_STORAGE", "file": ""}  # prefixes of the variables
 _PUT_ATTEMPTS = 3
 _NO_TAG = {"s3": '"0"', "gs": "1", "az": '"0"', "file": '"0"'}  # of no object
+_MAX_RETRIES, _RETRY_S = 6, 40.0
+_PART_BYTES = 5 * 2**20  # of an upload in parts
 _SECRET = re.compile(r"secret|token|password|account_key|(?<!_)access_key$|sas|service_account_key|authorization")
 _LAST_RESPONSE = re.compile(r"status code: (\d+)[^:]*(?:.*?<Code>(\w+)</Code>)?", re.DOTALL)
 # Why repeating a request does not help, by the code in the response, or by its status.
@@ -40,11 +46,14 @@ _PERMANENT = {
 
 
 class StoreError(Exception):
-    """A request that failed. `is_permanent` is True if it also fails when it is repeated."""
+    """A request that failed.
 
-    def __init__(self, text: str, is_permanent: bool):
+    `is_permanent` is True if it also fails when it is repeated, `is_temporary` if the server was busy or not reached.
+    """
+
+    def __init__(self, text: str, is_permanent: bool, is_temporary: bool = False):
         super().__init__(text)
-        self.is_permanent = is_permanent
+        self.is_permanent, self.is_temporary = is_permanent, is_temporary
 
 
 class Stale(Exception):
@@ -77,6 +86,10 @@ class ObjectStore:
     Every method raises StoreError, which names the address, if a request fails. A request is repeated for up to
     40 seconds if the server is busy or the connection is lost.
 
+    Attributes:
+        num_retries: how many requests were repeated. obstore itself repeats downloads and the parts of large uploads,
+            and does not count them.
+
     Args:
         address: the prefix of all objects.
         options: those of obstore, for example endpoint, region and allow_http. obstore reads others, such as
@@ -88,7 +101,7 @@ class ObjectStore:
     """
 
     def __init__(self, address: Address, options: Mapping[str, Any] | None = None, key: str = "outputs"):
-        self.address, self.key = address, key
+        self.address, self.key, self.num_retries = address, key, 0
         require_packages(f"{key}={address}", "remote", "obstore")
         import obstore
         from obstore import store
@@ -96,12 +109,18 @@ class ObjectStore:
         self._obstore = obstore
         texts = {name: value for name, value in (options or {}).items() if value is not None}
         client = {name: texts.pop(name) for name in CLIENT_OPTIONS if name in texts}
-        retries = {"max_retries": 6, "retry_timeout": timedelta(seconds=40)}
-        given: dict[str, Any] = {**texts, "retry_config": retries}
+        given: dict[str, Any] = texts
         if client:  # an empty mapping would hide the environment, such as AWS_ALLOW_HTTP
             given["client_options"] = client
+
+        def connect(max_retries: int) -> Any:
+            retries = {"max_retries": max_retries, "retry_timeout": timedelta(seconds=_RETRY_S)}
+            return store.from_url(
+                address.store, **({} if address.scheme == "file" else given | {"retry_config": retries})
+            )
+
         try:
-            self._store = store.from_url(address.store, **({} if address.scheme == "file" else given))
+            self._store, self._bulk_store = connect(0), connect(_MAX_RETRIES)
         except (obstore.exceptions.BaseError, ValueError, TypeError) as error:
             reason = str(error).splitlines()[0]
             raise InputError(
@@ -114,10 +133,11 @@ class ObjectStore:
         A large file is uploaded in parts. If the response to the request that completes them is lost, the repeated
         request does not find the upload, and the whole file is uploaded again.
         """
+        size = content.stat().st_size if isinstance(content, Path) else len(content)
+        store = self._store if size <= _PART_BYTES else self._bulk_store
         for _ in range(_PUT_ATTEMPTS):
             try:
-                with self._translated():
-                    self._obstore.put(self._store, self._full(path), content)
+                self._request(lambda: self._obstore.put(store, self._full(path), content, chunk_size=_PART_BYTES))
                 return
             except FileNotFoundError as error:
                 if "NoSuchUpload" not in str(error):
@@ -131,8 +151,7 @@ class ObjectStore:
         content of a lock must be unique to its writer.
         """
         try:
-            with self._translated():
-                self._obstore.put(self._store, self._full(path), content, mode="create")
+            self._request(lambda: self._obstore.put(self._store, self._full(path), content, mode="create"))
         except Stale:
             return self.get(path) == content
         return True
@@ -140,15 +159,18 @@ class ObjectStore:
     def replace(self, path: str, content: bytes, e_tag: str) -> str:
         """Replace the object that has this e_tag. Return the new e_tag. Raise Stale if it has changed or is missing."""
         full = self._full(path)
+
+        def put() -> Any:
+            if self.address.scheme != "file":
+                mode: Any = {"version" if self.address.scheme == "gs" else "e_tag": e_tag}
+                return self._obstore.put(self._store, full, content, mode=mode)
+            # obstore has no compare-and-swap for files: nearly atomic
+            if self._tag(self._obstore.head(self._store, full)) != e_tag:
+                raise Stale(path)
+            return self._obstore.put(self._store, full, content)
+
         try:
-            with self._translated():
-                if self.address.scheme == "file":  # obstore has no compare-and-swap for files: nearly atomic
-                    if self._tag(self._obstore.head(self._store, full)) != e_tag:
-                        raise Stale(path)
-                    result = self._obstore.put(self._store, full, content)
-                else:
-                    mode: Any = {"version" if self.address.scheme == "gs" else "e_tag": e_tag}
-                    result = self._obstore.put(self._store, full, content, mode=mode)
+            result = self._request(put)
         except (Stale, FileNotFoundError):
             if (found := self.find(path)) and self.get(path) == content:
                 return found  # the response to the first of two equal requests was lost
@@ -158,28 +180,26 @@ class ObjectStore:
     def find(self, path: str) -> str | None:
         """Return the e_tag of an object, or None if it does not exist."""
         try:
-            with self._translated():
-                return self._tag(self._obstore.head(self._store, self._full(path)))
+            return self._tag(self._request(lambda: self._obstore.head(self._store, self._full(path))))
         except FileNotFoundError:
             return None
 
     def get(self, path: str) -> bytes | None:
         """Return the content of an object, or None if it does not exist."""
         try:
-            with self._translated():
-                return self._obstore.get(self._store, self._full(path)).bytes().to_bytes()
+            return bytes(self._request(lambda: self._obstore.get(self._store, self._full(path)).bytes()))
         except FileNotFoundError:
             return None
 
     def get_range(self, path: str, start: int, length: int) -> bytes:
         """Return a part of an object. Raise FileNotFoundError if it does not exist."""
         with self._translated():
-            return self._obstore.get_range(self._store, self._full(path), start=start, length=length).to_bytes()
+            return self._obstore.get_range(self._bulk_store, self._full(path), start=start, length=length).to_bytes()
 
     def download(self, path: str, file: Path) -> None:
         """Write an object to a new file. Raise FileNotFoundError if the object does not exist."""
         with self._translated():
-            response = self._obstore.get(self._store, self._full(path))
+            response = self._obstore.get(self._bulk_store, self._full(path))
             with file.open("xb") as out:
                 for chunk in response.stream(min_chunk_size=4 * 2**20):
                     out.write(chunk)
@@ -188,8 +208,7 @@ class ObjectStore:
         """Return all objects whose paths start with the directories `prefix`, in the order of their paths."""
         full = self._full(prefix)
         skipped = len(self.address.path) + 1 if self.address.path else 0
-        with self._translated():
-            found = [each for page in self._obstore.list(self._store, full or None) for each in page]
+        found = self._request(lambda: [each for page in self._obstore.list(self._store, full or None) for each in page])
         facts = [ObjectFacts(each["path"][skipped:], each["size"], each["e_tag"] or "") for each in found]
         return sorted(facts, key=lambda each: each.path)
 
@@ -197,8 +216,7 @@ class ObjectStore:
         """Delete the objects, in order; those that do not exist are ignored."""
         for path in paths:
             try:
-                with self._translated():
-                    self._obstore.delete(self._store, self._full(path))
+                self._request(partial(self._obstore.delete, self._store, self._full(path)))
             except FileNotFoundError:
                 continue
 
@@ -230,6 +248,20 @@ class ObjectStore:
     def _full(self, path: str) -> str:
         return "/".join(part for part in (self.address.path, path) if part)
 
+    def _request(self, function: Callable[[], T]) -> T:
+        """Return what the function returns; repeat it while the failure is temporary. Raise as `_translated`."""
+        deadline = time.monotonic() + _RETRY_S
+        for number in itertools.count():
+            try:
+                with self._translated():
+                    return function()
+            except StoreError as error:
+                if not error.is_temporary or number == _MAX_RETRIES or time.monotonic() > deadline:
+                    raise
+            time.sleep(random.uniform(0, 0.1 * 2**number))
+            self.num_retries += 1
+        raise AssertionError
+
     @contextmanager
     def _translated(self) -> Iterator[None]:
         """Raise FileNotFoundError for a missing object, Stale for a failed condition, StoreError for other failures."""
@@ -250,7 +282,10 @@ class ObjectStore:
         if "169.254.169.254" in text or "metadata" in text:  # the address at which machines of a cloud find theirs
             reason = "there are no credentials; set them in {env}_*"
         shown = reason.format(env=ENVIRONMENT[self.address.scheme]) if reason else text.splitlines()[0]
-        return StoreError(f"{self.key}={self.address}: {shown}", reason is not None)
+        is_temporary = isinstance(error, self._obstore.exceptions.GenericError) and (
+            status is None or status[0] == "5" or status in ("408", "429")
+        )
+        return StoreError(f"{self.key}={self.address}: {shown}", reason is not None, is_temporary and reason is None)
 
 
 def _raises_stale(function: Callable[[], T]) -> bool:

@@ -151,7 +151,9 @@ FAULTS = ["busy", "cut", "cut body", "slow", "off"]
 
 @pytest.mark.fault("an object store that fails, or is slow", outcome="went_on")
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_store_that_fails_for_a_while(fault: str, bucket: Bucket, proxy: Proxy, tmp_path: Path) -> None:
+def test_a_store_that_fails_for_a_while(
+    fault: str, bucket: Bucket, proxy: Proxy, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     since: list[float] = []
 
     def inject(number: int, method: str, path: str) -> str | None:
@@ -167,6 +169,8 @@ def test_a_store_that_fails_for_a_while(fault: str, bucket: Bucket, proxy: Proxy
     done = run(tmp_path / "work", 1, *SMALL, "epochs=3", *bucket.overrides(tmp_path / "local", port=proxy.port))
     assert objects(bucket, done.path) == local_files(done.path)
     assert fault == "slow" or sum(n for name, n in proxy.counts.items() if not name.endswith("None")) >= 2
+    assert ("repeated" in capfd.readouterr().out) == (fault != "slow")
+    assert fault == "off" or bool(done.result["upload_retries"]) == (fault != "slow")  # it fails after the last step
 
 
 @pytest.mark.fault("failure of the store while a checkpoint is deleted", outcome="survived")
