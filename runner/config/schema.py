@@ -163,7 +163,9 @@ class Config:
     batch_size: Annotated[int, AtLeast(1)] = 64
     micro_batches: Annotated[Any, int | Literal["auto"], AtLeast(1, ("auto",))] = 1
     precision: Annotated[str, OneOf(("fp64", "fp32", "bf16", "fp16"))] = "fp32"
-    compile: bool = False
+    compile: Annotated[
+        Any, bool | Literal["reduce-overhead", "max-autotune"], OneOf((True, False, "reduce-overhead", "max-autotune"))
+    ] = False
     memory_format: Annotated[str, OneOf(("auto", "contiguous", "channels_last"))] = "auto"
     sync_batchnorm: Annotated[Any, bool | Literal["auto"], OneOf(("auto", True, False))] = "auto"
     activation_checkpointing: Annotated[Any, int | Literal["none", "full"], AtLeast(1, ("none", "full"))] = "none"

@@ -62,6 +62,8 @@ def check_fit(config: Config, device_type: str | None) -> list[str]:
     messages = []
     if config.precision == "fp16" and device_type == "cpu":
         messages.append("precision=fp16 needs a GPU, because its gradients must be scaled; try precision=bf16")
+    if config.compile == "reduce-overhead" and device_type == "cpu":
+        messages.append("compile=reduce-overhead needs a GPU, because it captures CUDA graphs; try compile=true")
     loader = config.loader  # a custom loader need not have these options
     if loader.get("pin_memory") and device_type == "cpu":
         messages.append("loader.pin_memory=true has no effect without a GPU; try loader.pin_memory=null")
@@ -70,8 +72,8 @@ def check_fit(config: Config, device_type: str | None) -> list[str]:
             messages.append(f"loader.{key}={loader[key]} needs worker processes; try loader.num_workers=2")
     if config.compile and config.activation_checkpointing != "none":
         messages.append(
-            f"activation_checkpointing={config.activation_checkpointing}: compile=true decides by itself what is "
-            "stored and what is recomputed; leave one of them out"
+            f"activation_checkpointing={config.activation_checkpointing}: compile={show(config.compile)} decides by "
+            "itself what is stored and what is recomputed; leave one of them out"
         )
     return messages
 

@@ -18,9 +18,7 @@ from runner.training.mode import Axes, Parallel, ParallelModel, Recipe, check_di
 from runner.training.model.activation_checkpointing import Extent
 from runner.training.refusal import Refusal
 
-_COMPILED = Refusal(
-    "compile", "{setting} has no effect with parallel.sequence=N, which calls stages()", "set it false", values=(True,)
-)
+_COMPILED = Refusal("compile", "{setting} has no effect with parallel.sequence=N, which calls stages()", "set it false")
 
 
 class Mesh(Parallel):

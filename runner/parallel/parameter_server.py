@@ -66,7 +66,6 @@ class ParameterServer(Parallel):
         Refusal(
             "compile",
             "{setting}: parallel.forward=remote replaces the model's weights at each call",
-            values=(True,),
             given="forward=remote",
         ),
         Refusal(

@@ -67,7 +67,6 @@ class Pipeline(Parallel):
             "compile",
             "{setting} compiles a whole model, which no rank of parallel=pipeline has",
             "set it false",
-            values=(True,),
         ),
     )
 

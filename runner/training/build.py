@@ -120,7 +120,7 @@ def build(
     assembly = Assembly(config, choices, world, trains)
     components = assembly.components
     recomputes = config.activation_checkpointing != "none"
-    found = components.model.run(lambda: run_dry(components, recomputes, config.compile, trains))
+    found = components.model.run(lambda: run_dry(components, recomputes, bool(config.compile), trains))
     assembly.prepare_model(found, init_from)
     if trains and assembly.parallel.needs_all_gradients:
         local_size = config.batch_size // (assembly.axes.data_ranks * config.micro_batches)
@@ -251,7 +251,7 @@ class Assembly:
                 f"depend on the number of ranks, because {why}"
             )
         if config.compile:
-            module.compile()
+            module.compile(mode=None if config.compile is True else config.compile)
 
     def _seed_stages(self) -> str:
         """Let each stage of the model begin with its own seed. Return why draws cannot follow the samples, or ""."""

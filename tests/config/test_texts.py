@@ -22,6 +22,7 @@ SAMPLES = {
     "list[int]": ("[3,4]", [3, 4]),
     "list[str]": ("[a,1e5]", ["a", "1e5"]),
     "bool | auto": ("true", True),
+    "bool | reduce-overhead | max-autotune": ("true", True),
     "int | auto": ("3", 3),
     "int | none | full": ("2", 2),
 }
@@ -87,7 +88,8 @@ def test_references_to_values_of_another_type_become_text() -> None:
         ("seed=${oc.env:WORD}", r"seed=\$\{oc.env:WORD\}: Value 'x' of type 'str' could not be converted to Integer"),
         ("ema.decay=${oc.env:WORD}", r"ema.decay=\$\{oc.env:WORD\}: Value 'x' of type 'str' could not be converted to"),
         ("micro_batches=${oc.env:WORD}", "micro_batches=x must be auto or n of at least 1"),
-        ("compile=${oc.env:WORD}", r"compile=\$\{oc.env:WORD\}: Value 'x' is not a valid bool"),
+        ("profile=${oc.env:WORD}", r"profile=\$\{oc.env:WORD\}: Value 'x' is not a valid bool"),
+        ("compile=${oc.env:WORD}", "compile=x must be one of true, false, reduce-overhead, max-autotune"),
         ("optimizer.lr=${oc.env:WORD}", r"optimizer.lr=x must be float \| Tensor; for example 0.001"),
         ("optimizer.lr='{_target_: torch.tensor}'", r"optimizer.lr=\{_target_: torch.tensor\} must be float \| Tensor"),
         ("model=mlp model.hidden='[{_target_: x}]'", r"model.hidden=\[\{_target_: x\}\] must be Sequence\[int\]"),

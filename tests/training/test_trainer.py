@@ -7,6 +7,7 @@ import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -168,6 +169,16 @@ def test_a_compiled_model_trains_to_the_same_losses(tmp_path: Path) -> None:
     plain, compiled = run(tmp_path / "p", 1, *words), run(tmp_path / "c", 1, *words, "compile=true")
     assert compiled.losses == pytest.approx(plain.losses, rel=1e-9)
     assert compiled.weights.keys() == plain.weights.keys()
+
+
+@pytest.mark.parametrize(("value", "mode"), [("true", None), ("max-autotune", "max-autotune")])
+def test_the_model_is_compiled_in_the_chosen_mode(
+    value: str, mode: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes = list[Any]()
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, mode: modes.append(mode))
+    build_experiment(*TINY, f"compile={value}")
+    assert modes == [mode]
 
 
 @pytest.mark.fault("SIGTERM while a failure is reported", outcome="refused")
