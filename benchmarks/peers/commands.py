@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peers.meter import DEVICE, FIGURES, STARTED
-from peers.works import WORKS, Work
+from peers.works import ALL_WORKS, Work
 
 PEERS_FOLDER = Path(__file__).resolve().parent
 ROOT = PEERS_FOLDER.parent.parent
@@ -72,19 +72,21 @@ def command(peer: str, work: str, num_ranks: int, steps: int, place: Place) -> l
     else:
         python = [sys.executable]
     if peer.partition(" ")[0] == RUNNER:
-        words = runner_words(WORKS[work], work, num_ranks, steps, place)
+        words = runner_words(ALL_WORKS[work], num_ranks, steps, place)
         return [*python, "-m", "runner", *words, *shlex.split(peer)[1:]]
     words = [str(PEERS_FOLDER / SCRIPTS[peer]), work, str(place.data), str(steps)]
     return [*python, *words, *([str(num_ranks)] if peer in STARTS_ITS_RANKS else [])]
 
 
-def runner_words(work: Work, name: str, num_ranks: int, steps: int, place: Place) -> list[str]:
+def runner_words(work: Work, num_ranks: int, steps: int, place: Place) -> list[str]:
     """Return the runner's overrides for the same workload."""
     words = [f"--config-dir={PEERS_FOLDER}", "callbacks=meter", f"callbacks.meter.warmup_steps={work.warmup_of(steps)}"]
-    words += [f"model={name}", f"data={work.data.name}", f"batch_size={work.batch_size}", "epochs=1"]
+    words += [f"model={work.model_name}", f"data={work.data.name}", f"batch_size={work.batch_size}", "epochs=1"]
     words += [f"max_steps={steps}", f"eval_batches={work.eval_batches}", f"outputs={place.scratch}/outputs"]
     words += [f"parallel={'ddp' if num_ranks > 1 else 'none'}", f"optimizer={work.optimizer.lower()}"]
     words += [f"optimizer.{option}={value}" for option, value in work.options.items()]
+    words += [f"model.{option}={value}" for option, value in work.model_options.items()]
+    words += [f"data.sample_shape=[{','.join(map(str, work.data.sample_shape))}]"] if work.data.name == "text" else []
     return [*words, f"data.root={place.data}"] if work.data.name == "mnist" else words
 
 

@@ -37,7 +37,8 @@ def main(given: Given) -> None:
     meter = given.meter()
     for step, (inputs, targets) in enumerate(itertools.islice(loader, given.steps), start=1):
         optimizer.zero_grad()
-        loss = loss_of(model(inputs.to(DEVICE)), targets.to(DEVICE))
+        with given.autocast():
+            loss = loss_of(model(inputs.to(DEVICE)), targets.to(DEVICE))
         loss.backward()
         optimizer.step()
         meter.tick()

@@ -3,8 +3,10 @@
 Each script is started as `python SCRIPT WORK ROOT STEPS`, or with torchrun if it does not start its ranks itself.
 """
 
+import contextlib
 import importlib
 import itertools
+import os
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -21,19 +23,21 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 from torchvision.datasets import MNIST
 from torchvision.transforms import ToTensor
-from works import TEXT, WORKS, Work
+from works import ALL_WORKS, Data, Work
 
 LOG_EVERY = 50
+PRECISION = os.environ.get("BENCHMARK_PRECISION", "fp32")  # or bf16, by autocast
+COMPILED = os.environ.get("BENCHMARK_COMPILED") == "1"
 
 
 class Blocks(Dataset[tuple[Tensor, Tensor]]):
     """Blocks of tokens with the tokens that follow them, one sample at a time."""
 
-    def __init__(self, train: bool) -> None:
+    def __init__(self, data: Data, train: bool) -> None:
         from runner.shipped.data.text import Text
 
-        tokens = Text("train" if train else "val", TEXT.sample_shape, TEXT.num_outputs).tokens
-        self.tokens, self.size = torch.from_numpy(tokens.astype("int64")), TEXT.sample_shape[0]
+        tokens = Text("train" if train else "val", data.sample_shape, data.num_outputs).tokens
+        self.tokens, self.size = torch.from_numpy(tokens.astype("int64")), data.sample_shape[0]
 
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.size
@@ -58,13 +62,25 @@ class Given:
     def model(self) -> nn.Module:
         module, _, name = self.work.model.rpartition(".")
         make = getattr(importlib.import_module(module), name)
-        return make(list(self.work.data.sample_shape), self.work.data.num_outputs).to(DEVICE)
+        options = {"num_outputs": self.work.data.num_outputs, **self.work.model_options}
+        model: nn.Module = make(list(self.work.data.sample_shape), **options).to(DEVICE)
+        if COMPILED:
+            model.compile()
+        return model
+
+    def autocast(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager of the forward pass. It caches no casts, so that a CUDA graph can contain it."""
+        return torch.autocast(DEVICE, torch.bfloat16, enabled=PRECISION == "bf16", cache_enabled=False)
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return getattr(torch.optim, self.work.optimizer)(parameters, **self.work.options)
 
     def data(self, train: bool) -> Dataset[tuple[Tensor, Tensor]]:
-        return Blocks(train) if self.work.data is TEXT else MNIST(self.root, train=train, transform=ToTensor())
+        return (
+            Blocks(self.work.data, train)
+            if self.work.data.name == "text"
+            else MNIST(self.root, train=train, transform=ToTensor())
+        )
 
     def val_loader(self, rank: int, world_size: int) -> DataLoader[tuple[Tensor, Tensor]]:
         """Return a loader of this rank's part of the validation data."""
@@ -102,4 +118,4 @@ def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
 def given() -> Given:
     """Parse the command line."""
     name, root, steps = sys.argv[1:4]
-    return Given(WORKS[name], root, int(steps))
+    return Given(ALL_WORKS[name], root, int(steps))

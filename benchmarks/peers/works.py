@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,7 @@ class Data:
 
 MNIST = Data("mnist", (1, 28, 28), 10, 60_000)  # files in MNIST's format, as mnist_files.py writes
 TEXT = Data("text", (128,), 96, 2_560)  # the texts of Python's help, whose length depends on the version
+LONG_TEXT = Data("text", (1024,), 96, 320)
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,12 @@ class Work:
     optimizer: str  # a class of torch.optim
     options: Mapping[str, float]
     has_batch_norm: bool = False
+    model_options: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def model_name(self) -> str:
+        """The runner's option of the group `model`."""
+        return self.model.split(".")[1]
 
     @property
     def steps_per_epoch(self) -> int:
@@ -50,6 +57,15 @@ WORKS = {
     "transformer": Work("models.transformer.Transformer", MNIST, 64, 40, 8, 5, "AdamW", ADAMW),
     "gpt": Work("models.gpt.GPT", TEXT, 16, 20, 4, 2, "AdamW", ADAMW),
 }
+# Sizes for GPUs (gpu.py). The output layer of gpt has as many units as that of GPT-2.
+GPT_124M = {"dim": 768, "depth": 12, "heads": 12, "num_outputs": 50257}
+GPU_WORKS = {
+    "convnet-512": Work("models.convnet.ConvNet", MNIST, 512, 110, 30, 2, "SGD", PLAIN, has_batch_norm=True),
+    "resnet18-512": Work("models.resnet18.ResNet18", MNIST, 512, 60, 15, 2, "SGD", MOMENTUM, has_batch_norm=True),
+    "transformer-512": Work("models.transformer.Transformer", MNIST, 512, 110, 30, 2, "AdamW", ADAMW),
+    "gpt-124m": Work("models.gpt.GPT", LONG_TEXT, 8, 40, 10, 2, "AdamW", ADAMW, model_options=GPT_124M),
+}
+ALL_WORKS = {**WORKS, **GPU_WORKS}
 
 
 def named(words: str) -> list[str]:

@@ -77,6 +77,7 @@ def test_table_has_best_median_ratio_and_failures(table: ModuleType) -> None:
     [
         ("suite", "--work=convnt", "--work=convnt must be one of convnet, mlp"),
         ("suite", "--work=mlp --steps=301", "--steps=301 must be at least 2 and at most 300"),
+        ("gpu", "--work=gpt-124", "--work=gpt-124 must be one of convnet, mlp"),
         ("growth", "--axis=rank", "--axis=rank must be one of ranks, samples, parameters"),
         ("growth", "--write=nowhere.md", "--write=nowhere.md must be a file with the lines <!-- growth"),
     ],
@@ -114,6 +115,17 @@ def test_suite_measures_and_writes_a_row_for_each_command(commands: Commands, tm
     assert all(figure > 0 for figure in measured), measured
     assert "- runner threads=0 on 1 rank: status 2: " in page.read_text()
     assert (tmp_path / "images" / "benchmarks.png").stat().st_size > 0
+
+
+@pytest.mark.thorough
+def test_gpu_measures_without_a_gpu(commands: Commands, tmp_path: Path) -> None:
+    write_idx(tmp_path, num_train=2400, num_val=800)
+    args = ["--work=mlp", "--variant=bf16", "--steps=6", f"--root={tmp_path}", "--rounds=1"]
+    done = commands.finish(commands.start(str(BENCHMARKS / "gpu.py"), *args))
+    assert done.returncode == 0, done.stderr
+    (row,) = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| mlp |")]
+    assert row[1] == "bf16" and all(float(cell.replace(",", "")) > 0 for cell in row[2:7])
+    assert "- checks: no GPU" in done.stdout
 
 
 def figures(step_s: float, other_s: float = 1.0) -> dict[str, float]:

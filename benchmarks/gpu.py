@@ -1,0 +1,141 @@
+"""Check and measure training on one GPU, and print a short table.
+
+usage: python benchmarks/gpu.py [--minutes 10] [--work convnet-512,gpt-124m] [--variant bf16] [--rounds 5] [--steps N]
+           [--root DIR] [--no-checks]
+
+It first runs the tests that need a GPU. Then, round after round until the time is over, it measures a hand-written
+loop, the runner and the limit, which is the same step in a CUDA graph on batches in the memory of the GPU. Each
+workload is measured in fp32, in bf16, and in bf16 with a compiled model. `mfu` is the runner's perf/mfu.
+Without a GPU it measures the workload convnet of the suite on the CPU, to test this script.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+ON_GPU = torch.cuda.is_available()
+os.environ.setdefault("BENCHMARK_DEVICE", "cuda" if ON_GPU else "cpu")  # read when `peers` is imported
+
+from page import facts  # noqa: E402
+from peers.commands import BASELINE, ROOT, RUNNER, CommandFailed, Place, command, measure  # noqa: E402
+from peers.works import ALL_WORKS, GPU_WORKS, MNIST  # noqa: E402
+
+LIMIT = "limit"
+COMMANDS = (BASELINE, RUNNER, LIMIT)
+# By name: the environment of the scripts, and the runner's overrides.
+VARIANTS = {
+    "fp32": ({"BENCHMARK_PRECISION": "fp32", "BENCHMARK_COMPILED": "0"}, ""),
+    "bf16": ({"BENCHMARK_PRECISION": "bf16", "BENCHMARK_COMPILED": "0"}, " precision=bf16"),
+    "compiled": ({"BENCHMARK_PRECISION": "bf16", "BENCHMARK_COMPILED": "1"}, " precision=bf16 compile=true"),
+}
+Figures = dict[tuple[str, str, str], list[float]]  # samples/s and mfu of each round, by workload, variant and command
+
+
+def check(limit_s: float) -> str:
+    """Run the tests that need a GPU, and return pytest's last line."""
+    words = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-n", "0", "tests/commands/test_gpu.py"]
+    try:
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        return f"the tests were still running after {limit_s:.0f} s"
+    print(done.stdout, file=sys.stderr)
+    return done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr.strip()[-200:]
+
+
+def measure_all(given: argparse.Namespace, place: Place, end: float) -> tuple[Figures, list[str]]:
+    """Measure all commands in turn until the time is over. Return the figures, and the errors of failed commands."""
+    figures: Figures = defaultdict(list)
+    failures, took = list[str](), dict[tuple[str, str, str], float]()
+    cells = [(work, variant, peer) for work in given.work for variant in given.variant for peer in COMMANDS]
+    for _ in range(given.rounds):
+        for work, variant, peer in cells:
+            start = time.monotonic()
+            if start + took.get((work, variant, peer), 0.0) >= end:
+                continue
+            environment, overrides = VARIANTS[variant]
+            os.environ.update(environment)
+            words = command(peer + overrides * (peer == RUNNER), work, 1, given.steps or ALL_WORKS[work].steps, place)
+            try:
+                figures[work, variant, peer].append(measure(words, place)["samples_per_second"])
+                if peer == RUNNER and (mfu := _mfu(place)) is not None:
+                    figures[work, variant, "mfu"].append(mfu)
+            except CommandFailed as error:
+                failures.append(f"{work}, {variant}, {peer}: {error}")
+            took[work, variant, peer] = time.monotonic() - start
+            print(f"{work}, {variant}, {peer}: {took[work, variant, peer]:.1f} s", file=sys.stderr)
+    return figures, failures
+
+
+def _mfu(place: Place) -> float | None:
+    (result,) = (place.scratch / "outputs").glob("*/*/result.json")
+    mfu: float | None = json.loads(result.read_text())["mfu"]
+    return mfu
+
+
+def render(figures: Figures, works: Sequence[str], variants: Sequence[str]) -> str:
+    """Return a table with the best round of each command, in samples/s, and the runner's ratio to the others."""
+    lines = [f"| workload | variant | {BASELINE} | {RUNNER} | {LIMIT} | / {BASELINE} | / {LIMIT} | mfu | rounds |"]
+    lines.append("|---" * 9 + "|")
+    for work in works:
+        for variant in variants:
+            best = {name: max(figures[work, variant, name], default=0.0) for name in (*COMMANDS, "mfu")}
+            speeds = [f"{best[name]:,.0f}" if best[name] else "-" for name in COMMANDS]
+            ratios = [f"{best[RUNNER] / best[name]:.2f}" if best[name] else "-" for name in (BASELINE, LIMIT)]
+            mfu = f"{best['mfu']:.3f}" if best["mfu"] else "-"
+            cells = [work, variant, *speeds, *ratios, mfu, str(len(figures[work, variant, RUNNER]))]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def arguments() -> argparse.Namespace:
+    """Parse the command line. Exit with status 2 if a value is invalid."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10.0, help="start no command that would end later")
+    parser.add_argument("--work", type=lambda words: words.split(","), help=", ".join(ALL_WORKS))
+    parser.add_argument("--variant", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--steps", type=int, help="optimizer steps of every command; default: those of the workload")
+    parser.add_argument("--root", type=Path, help="directory of MNIST-format files; default: a temporary one")
+    parser.add_argument("--no-checks", action="store_true", help="do not run the tests")
+    given = parser.parse_args()
+    given.work = given.work or (list(GPU_WORKS) if ON_GPU else ["convnet"])
+    for work in given.work:
+        if work not in ALL_WORKS:
+            parser.error(f"--work={work} must be one of {', '.join(ALL_WORKS)}")
+        most = ALL_WORKS[work].steps_per_epoch
+        if given.steps is not None and not 2 <= given.steps <= most:
+            parser.error(f"--steps={given.steps} must be at least 2 and at most {most}, an epoch of {work}")
+    return given
+
+
+def main() -> int:
+    given, load = arguments(), os.getloadavg()[0]
+    end = time.monotonic() + 60 * given.minutes
+    checks = "checks: no GPU" if not ON_GPU else "checks: skipped"
+    if ON_GPU and not given.no_checks:
+        checks = f"checks: {check(60 * given.minutes / 2)}"
+    with tempfile.TemporaryDirectory() as scratch:
+        place = Place(given.root.resolve() if given.root else Path(scratch, "data"), Path(scratch))
+        if any(ALL_WORKS[work].data is MNIST for work in given.work) and not (place.data / "MNIST").exists():
+            subprocess.run([sys.executable, ROOT / "benchmarks" / "mnist_files.py", place.data], check=True)
+        figures, failures = measure_all(given, place, end)
+    device = torch.cuda.get_device_name() if ON_GPU else "CPU"
+    print(
+        facts(load, [f"measured on {device}", checks, *failures]),
+        render(figures, given.work, given.variant),
+        sep="\n\n",
+    )
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
