@@ -1,9 +1,10 @@
-"""The seconds from kill -9 of a rank, or of the whole run, until the first step is logged again.
+"""The seconds from kill -9 of a rank, or of the whole run, until a step is logged again.
 
 usage: python benchmarks/recovery.py [--rounds N] [--ranks N]
 
-Two cases, interleaved: a rank is killed and the launcher restarts the world (launcher=torchrun with max_restarts), and
-all processes are killed and a new command runs with resume=last. ConvNet on the built-in digits, ddp over gloo, one
+Three cases, interleaved: a rank is killed and the others continue (elastic_every_steps), a rank is killed and the
+launcher restarts the world (launcher=torchrun with max_restarts), and all processes are killed and a new command runs
+with resume=last. ConvNet on the built-in digits, ddp over gloo, one
 thread per rank. Linux only: ranks are found in /proc.
 """
 
@@ -83,8 +84,24 @@ def end(process: subprocess.Popen[bytes]) -> None:
     until(lambda: not ranks_of(process.pid))
 
 
-def measure(num_ranks: int) -> tuple[float, float]:
-    """Return the seconds after the loss of a rank, and after the loss of all processes."""
+def measure_elastic(num_ranks: int) -> float:
+    """Return the seconds after the loss of a rank that the others continue without."""
+    with tempfile.TemporaryDirectory() as folder:
+        process = start(Path(folder), num_ranks, "elastic_every_steps=1")
+        try:
+            until(lambda: lines(metrics_of(Path(folder))) > KILLED_AFTER)
+            path, killed = metrics_of(Path(folder)), time.monotonic()
+            os.kill(max(ranks_of(process.pid)), signal.SIGKILL)
+            made = lines(path)
+            until(lambda: lines(path) > made + 2)  # the line of the step in which it was killed may follow
+            return time.monotonic() - killed
+        finally:
+            end(process)
+
+
+def measure(num_ranks: int) -> tuple[float, float, float]:
+    """Return the seconds after the loss of a rank, elastic and not, and after the loss of all processes."""
+    elastic = measure_elastic(num_ranks)
     with tempfile.TemporaryDirectory() as folder:
         outputs = Path(folder)
         process = start(outputs, num_ranks)
@@ -106,7 +123,7 @@ def measure(num_ranks: int) -> tuple[float, float]:
             after_all = until_training_again(path, file) - killed
         finally:
             end(process)
-    return after_rank, after_all
+    return elastic, after_rank, after_all
 
 
 def main() -> None:
@@ -116,12 +133,12 @@ def main() -> None:
     given = parser.parse_args()
     measured = [measure(given.ranks) for _ in range(given.rounds)]
     for what, seconds in zip(
-        ("a rank killed, restarted by its launcher", "all killed, resume=last"),
+        ("a rank killed, the others continue", "a rank killed, restarted by its launcher", "all killed, resume=last"),
         zip(*measured, strict=True),
         strict=True,
     ):
         best, median = min(seconds), statistics.median(seconds)
-        print(f"{what}: {best:.1f} s at best, {median:.1f} s in the median of {given.rounds}, on {given.ranks} ranks")
+        print(f"{what}: {best:.2f} s at best, {median:.2f} s in the median of {given.rounds}, on {given.ranks} ranks")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,32 @@
-"""A copy of the state that training no longer changes, to be written in the background."""
+"""A copy of the state that training no longer changes: to be written in the background, or kept in memory."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 
 from runner.checkpoints.saved_state import LocalState
 from runner.checkpoints.shard_file import LocalChunk
+
+# A global, because what a rank writes is determined deep within the states of modules and optimizers.
+_writes_all = False
+
+
+@contextmanager
+def writing_all() -> Iterator[None]:
+    """Within the context, each rank of a mode with whole replicas writes the whole state, as the first rank does."""
+    global _writes_all
+    _writes_all = True
+    try:
+        yield
+    finally:
+        _writes_all = False
+
+
+def writes_all() -> bool:
+    """Return True within `writing_all`."""
+    return _writes_all
 
 
 class Snapshot:

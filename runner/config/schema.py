@@ -173,6 +173,7 @@ class Config:
     on_nonfinite: Annotated[str, OneOf(("stop", "skip", "go_on"))] = "stop"
     loss_spike: Annotated[float | None, Between(1, math.inf, "10")] = None
     replay_every_steps: Annotated[int | None, AtLeast(1)] = None
+    elastic_every_steps: Annotated[int | None, AtLeast(1)] = None
     ema: Averaging = field(default_factory=Averaging)
     init_from: InitFrom = field(default_factory=InitFrom)
     freeze: list[str] = field(default_factory=list)
@@ -235,7 +236,7 @@ OF_COMMANDS = (
 FREE_ON_RESUME: tuple[str, ...] = (
     *OF_COMMANDS,
     *("parallel", "backend", "launcher", "threads", "logger", "log_every", "checkpoint", "profile", "init_from"),
-    *("keep_samples", "train_metrics", "replay_every_steps"),
+    *("keep_samples", "train_metrics", "replay_every_steps", "elastic_every_steps"),
     *("loader.num_workers", "loader.pin_memory", "loader.prefetch", "loader.timeout_s", "model.devices"),
     *("data.cache", "data.cache_dir", "data.cache_gb", "data.remote_options"),
 )

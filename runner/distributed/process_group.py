@@ -3,6 +3,7 @@
 import gc
 import logging
 from collections.abc import Callable
+from concurrent import futures
 from contextlib import ExitStack, closing
 from datetime import timedelta
 from functools import partial
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from runner.distributed.backend import Backend
 from runner.distributed.environment import IMAGINED, RankInfo
+from runner.distributed.failures.peer_failure import PeerMissing
 from runner.distributed.local import exchange
 from runner.distributed.local.local_ranks import LocalRanks
 from runner.distributed.local.sockets import Listener
@@ -24,6 +26,7 @@ from runner.process.daemon_thread import call_in_daemon
 log = logging.getLogger(__name__)
 
 DESTROY_S = 20.0
+POLL_S, LOST_S = 0.1, 2.0  # between checks for lost ranks, and for a group to form nevertheless
 
 
 class ProcessGroup:
@@ -39,16 +42,22 @@ class ProcessGroup:
             torch.cuda.set_device(device)
         self._choose_interface(backend)
         self._local_ranks.discover()
-        store = dist.PrefixStore("torch", self._store.namespace("group"))
+        keys = self._store.namespace("group")
+        if self._store.check_peers is not None:
+            keys = keys.clone()  # another connection, which gloo may block while it waits for a lost rank
+        store = dist.PrefixStore("torch", keys)
         timeout = timedelta(seconds=backend.timeout_s)
         store.set_timeout(timeout)  # gloo uses the store's timeout when it reads the addresses of all ranks
-        dist.init_process_group(
-            backend.process_group_backend(),
-            store=store,
-            rank=self._rank_info.rank,
-            world_size=self._rank_info.world_size,
-            timeout=timeout,
-            device_id=device if device.type == "cuda" else None,
+        self._wait_for(
+            partial(
+                dist.init_process_group,
+                backend.process_group_backend(),
+                store=store,
+                rank=self._rank_info.rank,
+                world_size=self._rank_info.world_size,
+                timeout=timeout,
+                device_id=device if device.type == "cuda" else None,
+            )
         )
         if self._local_ranks.own is None:
             return
@@ -57,10 +66,27 @@ class ProcessGroup:
             num_ready = torch.tensor([int(listener.ready)])
             dist.all_reduce(num_ready)
             if num_ready.item() == self._rank_info.world_size:
-                sockets = listener.join(self._local_ranks.others, backend.timeout_s)
+                sockets = listener.join(self._local_ranks.others, backend.timeout_s, self._store.check_peers)
                 self.on_leave(lambda went_well: sockets.close())
                 exchange.use(exchange.LocalExchanges(self._rank_info.rank, sockets))
                 self.on_leave(lambda went_well: exchange.use(None))
+
+    def _wait_for(self, init: Callable[[], None]) -> None:
+        """Call `init`. In an elastic world, do not wait for a rank that is lost meanwhile, but raise PeerMissing."""
+        if self._store.check_peers is None:
+            init()
+            return
+        # By this number the ranks find each other. An attempt that failed has incremented it, but not on new ranks.
+        dist.distributed_c10d._world.group_count = 0
+        forming = call_in_daemon(init, "form")
+        while not futures.wait([forming], POLL_S).done:
+            try:
+                self._store.check_peers()
+            except PeerMissing:
+                # If it does not end now, it waits for the lost rank, and cannot succeed later.
+                futures.wait([forming], LOST_S)
+                raise
+        forming.result()
 
     def leave(self, went_well: bool) -> None:
         """Destroy the process group if it exists.

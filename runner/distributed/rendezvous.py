@@ -15,6 +15,7 @@ import torch.distributed as dist
 from runner.distributed.backend import Backend
 from runner.distributed.environment import JOIN_TIMEOUT_S, RankInfo
 from runner.distributed.failures.signals import exit_with_parent
+from runner.distributed.membership import FIRST, KEYS
 from runner.distributed.network import is_loopback
 from runner.distributed.store_consensus import REPORT_TIMEOUT_S
 from runner.distributed.world import World
@@ -32,7 +33,8 @@ def join(rank_info: RankInfo, backend: Backend, timeout_s: float = JOIN_TIMEOUT_
     """Connect this process to the store of its world, once per process. All ranks must call it.
 
     Raises InputError if the other ranks do not connect in time, without messages if rank 0 reports the failure.
-    Raises Preempted if a signal stops this rank before all ranks have connected.
+    Raises Preempted if a signal stops this rank before all ranks have connected. A process that replaces a lost rank of
+    an elastic world also raises JobEnded, and JobFailed if that world no longer exists.
     """
     if rank_info not in _joined:
         if rank_info.has_parent:
@@ -40,10 +42,20 @@ def join(rank_info: RankInfo, backend: Backend, timeout_s: float = JOIN_TIMEOUT_
         connection = _connect(rank_info, backend.init, timeout_s)
         set_tcp_timeouts(connection, backend.timeout_s)
         # A rank of another world that has reached this store by mistake must not read or change the keys of this one.
-        store = None if connection is None else dist.PrefixStore(f"runner/{rank_info.world_id}", connection)
-        complete = rank_info if store is None else _wait_for_all(store, rank_info, timeout_s)
-        _joined[rank_info] = World(complete, store, backend)
+        store = None if connection is None else dist.PrefixStore(world_prefix(rank_info.world_id), connection)
+        if store is not None and store.check([f"{KEYS}/{FIRST}"]):  # this process replaces one that was lost
+            world = World(rank_info, store, backend)
+            world.join_later()
+        else:
+            complete = rank_info if store is None else _wait_for_all(store, rank_info, timeout_s)
+            world = World(complete, store, backend)
+        _joined[rank_info] = world
     return _joined[rank_info]
+
+
+def world_prefix(world_id: str) -> str:
+    """Return the prefix of the keys of a world in its store."""
+    return f"runner/{world_id}"
 
 
 def serve_store(host: str, port: int, loopback: bool, timeout_s: float) -> dist.TCPStore:

@@ -38,6 +38,7 @@ class WorldStore:
 
     Attributes:
         timeout_s: For the ranks to publish a text.
+        check_peers: Called during each wait for other ranks; raises PeerMissing if a rank of an elastic world was lost.
     """
 
     def __init__(self, rank_info: RankInfo, connection: dist.Store | None):
@@ -47,6 +48,7 @@ class WorldStore:
         self.root = None if connection is None else dist.PrefixStore(f"attempt{rank_info.restart}", connection)
         self.job: dist.Store | None = self.root  # both are None as well if the store does not respond
         self.timeout_s = 0.0
+        self.check_peers: Callable[[], None] | None = None
         self._num_jobs = 0
 
     def begin_job(self) -> None:
@@ -87,10 +89,13 @@ class WorldStore:
 
         Raises Preempted if a rank was stopped, which sets no more keys, and STOP_GRACE_S after a signal to this rank:
         a launcher also signals the ranks that wait for one that has exited. store.wait would handle no signal.
+        Raises what `check_peers` raises.
         """
         store, start, pause_s = self.job, time.monotonic(), 0.001
         assert store is not None
         while not (found := store.check(list(keys))) and time.monotonic() < deadline:
+            if self.check_peers is not None:
+                self.check_peers()
             if reason := self.stop_reason():
                 raise Preempted(reason)
             if reason := signaled_since(start):

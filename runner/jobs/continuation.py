@@ -211,6 +211,9 @@ def locked(directory: RunDirectory, request: Request, world: World) -> Iterator[
     try:
         with as_input_error():
             world.consensus.keep_for_restart("locked", world.consensus.broadcast("locked", lock))
+    except BaseException:  # another rank was lost meanwhile
+        directory.release()
+        raise
     finally:
         world.consensus.timeout_s = timeout_s
     try:

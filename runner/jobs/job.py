@@ -17,6 +17,7 @@ from runner.distributed.failures.hung_ranks import raised_at
 from runner.distributed.failures.peer_failure import PeerMissing, is_peer_failure
 from runner.distributed.failures.signals import Stopped, end_start, handling_signals, interruptible
 from runner.distributed.machine import choose_devices, set_threads
+from runner.distributed.membership import Regroup
 from runner.distributed.world import World
 from runner.distributed.world_store import RanksMissing
 from runner.errors import (
@@ -41,7 +42,9 @@ from runner.jobs.micro_batches import (
 )
 from runner.jobs.process_state import reset_process
 from runner.jobs.process_tuning import returning_large_blocks
+from runner.jobs.regrouping import begin, has_lost_ranks, run_in_worlds
 from runner.jobs.task import JobTask, check_size, initial_weights_path, make_task
+from runner.records.attempts import REGROUPED
 from runner.records.console import LOGS, logging_to
 from runner.records.output import copying_output
 from runner.records.run_directory import RunDirectory
@@ -58,6 +61,11 @@ def run_job(request: Request, world: World) -> dict[str, float]:
 
     Return its metrics. Raise InputError (nothing was written), Preempted (a signal stopped it) or JobFailed.
     """
+    return run_in_worlds(_run_in_world, request, world)
+
+
+def _run_in_world(request: Request, world: World) -> dict[str, float]:
+    """Run the job in one world. Raises as run_job does, and Regroup if the ranks have to form another world."""
     with run_in_progress(), handling_signals(), copying_output(world.rank == 0):
         chooses_mode = request.command.choices.get("parallel") == AUTO
         # At once, because plans and measurements take long.
@@ -93,16 +101,21 @@ def _run_once(
             return _check(request, world)
         with mirrored(request.config, world) as mirror:
             return _run(request, world, may_double, mirror)
-    except (InputError, Preempted, JobFailed) as error:
+    except (InputError, Preempted, JobFailed, Regroup) as error:
         raised = error.with_traceback(None)
         raised.__context__ = raised.__cause__ = None
     except Stopped as error:
         raised = Preempted(str(error))
-    except RanksMissing as error:  # a rank hangs or has died before the run directory exists
-        world.shutdown.fail_without_run(error.is_reporter)
-        if error.is_reporter:
-            print_messages([str(error)])
-        raised = JobFailed(str(error))
+    except (RanksMissing, PeerMissing) as error:  # a rank hangs or has died before the run directory exists
+        if world.membership is not None and world.membership.has_begun:
+            world.shutdown.failed, raised = True, Regroup()
+        elif isinstance(error, RanksMissing):
+            world.shutdown.fail_without_run(error.is_reporter)
+            if error.is_reporter:
+                print_messages([str(error)])
+            raised = JobFailed(str(error))
+        else:
+            raise
     finally:
         world.group.leave(went_well=not world.shutdown.failed)
     if isinstance(raised, JobFailed) and not isinstance(raised, TooLarge) and world.shutdown.takes_over_report():
@@ -164,6 +177,8 @@ def _run(request: Request, world: World, may_double: bool | None, mirror: Mirror
             if crashed or task is None:
                 raise JobFailed(crashed)
             _form_group(world, experiment)
+            if task.trains:
+                begin(world)
             with interruptible():
                 metrics = task.run(config, experiment, world, directory, console)
             world.shutdown.wait_for_all()  # returns immediately if the trainer has already waited
@@ -277,6 +292,8 @@ class _End:
 
 def _end_of(error: BaseException, world: World) -> _End:
     """Return the end of a job that has raised `error`. It refers to no frame, and so to no model."""
+    if isinstance(error, Regroup):
+        return _End(REGROUPED)
     if isinstance(error, Stopped) and world.local_ranks.exited():
         # A launcher sends this signal after it has lost a rank; a rank that a user stopped has reported the stop.
         error = PeerMissing(f"ended by {error}")
@@ -296,6 +313,8 @@ def _end_of(error: BaseException, world: World) -> _End:
 
 def _outcome_of(end: _End, directory: Path, is_repeated: bool) -> Exception:
     """Return the exception by which this rank's job ends."""
+    if end.state == REGROUPED:
+        return Regroup()
     if end.stopped:
         return Preempted(end.stopped)
     if end.refused:
@@ -307,6 +326,8 @@ def _agree_on_end(end: _End, world: World) -> None:
     """Replace the failure of this rank by its cause: a signal to another rank, or the first failure of all ranks."""
     if end.follows and (reason := world.shutdown.stop_reason()):
         end.state, end.stopped = "preempted", reason
+    elif end.state == "failed" and has_lost_ranks(end.follows, world):
+        end.state, world.shutdown.failed = REGROUPED, True
     elif end.state == "failed":
         where = "" if end.refused else f"rank {world.rank} on {socket.gethostname()}{end.kind}\n"
         end.text = world.shutdown.report_failure(f"{where}{end.text}", end.follows, end.raised_at)
@@ -317,6 +338,9 @@ def _record_end(
 ) -> None:
     """Write the end to the log and to the run directory. is_repeated: the job is tried with more micro-batches."""
     is_reporter = world.shutdown.is_reporter
+    if end.state == REGROUPED:
+        directory.leave(end.text)
+        return
     if end.stopped:
         log.warning("%s: %s", end.stopped, _stopped_where(directory, task))
     elif is_repeated and world.rank == 0:

@@ -1,6 +1,7 @@
 """The ranks of this machine, started by torch's elastic agent: one world after another, until the job ends."""
 
 import logging
+import multiprocessing
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ from typing import Any
 from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, MultiprocessContext
+from torch.distributed.elastic.multiprocessing.api import _wrap
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousHandler
 
@@ -38,20 +40,49 @@ class Ranks:
     num: int
     entrypoint: Callable[..., Any] | str
     args: Sequence[Any]
+    max_replaced: int | None = None  # how many lost ranks are replaced while the others go on; None: all end with one
 
 
 class _Agent(LocalElasticAgent):
-    """torch's agent, with two differences.
+    """torch's agent, with three differences.
 
     A rank that exits with status 0 before its function returns has failed: torch would wait for its return value
     forever. Signals are handled once all ranks have been started: otherwise, this process would exit without the rank
-    that it is starting, which would then fail to open semaphores that no longer exist.
+    that it is starting, which would then fail to open semaphores that no longer exist. If the ranks can go on without
+    a rank that is killed, it is replaced, `max_replaced` times (None: never), or left out: torch would end all ranks.
     """
+
+    max_replaced: int | None = None
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         with signals_deferred():
             started: dict[int, Any] = super()._start_workers(worker_group)
+        context = self._pcontext
+        if self.max_replaced is not None and isinstance(context, MultiprocessContext) and context._pc is not None:
+            join = context._pc.join
+            vars(context._pc)["join"] = lambda *timeout: not self._replace_killed(context) and join(*timeout)
         return started
+
+    def _replace_killed(self, context: MultiprocessContext) -> bool:
+        """Replace the ranks that were killed. Return True if there were any, and the others go on."""
+        assert context._pc is not None and self.max_replaced is not None
+        ranks = context._pc
+        running = [process for process in ranks.processes if process.exitcode is None]
+        killed = [number for number in ranks.sentinels.values() if (ranks.processes[number].exitcode or 0) < 0]
+        rendezvous: Any = self._worker_group.spec.rdzv_handler
+        if not killed or not running or not rendezvous.is_elastic():
+            return False
+        for number in killed:
+            del ranks.sentinels[ranks.processes[number].sentinel]
+            if self.max_replaced == 0:
+                context._return_values[number] = None
+                continue
+            self.max_replaced -= 1
+            with signals_deferred():
+                ranks.processes[number] = _start_rank(context, number)
+            ranks.sentinels[ranks.processes[number].sentinel] = number
+            self._worker_group.workers[number].id = ranks.processes[number].pid
+        return True
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
@@ -63,6 +94,27 @@ class _Agent(LocalElasticAgent):
                     failure = ProcessFailure(local_rank, process.pid, 0, error_file="")
                     return RunResult(WorkerState.FAILED, {}, {worker_group.workers[local_rank].global_rank: failure})
         return result
+
+
+def _start_rank(context: MultiprocessContext, number: int) -> Any:
+    """Start a process for a rank of this machine, as torch has started the first one."""
+    starting: Any = multiprocessing.get_context(context.start_method)
+    process = starting.Process(
+        target=_wrap,
+        args=(
+            number,
+            context.entrypoint,
+            context.args,
+            context.envs,
+            context.stdouts,
+            context.stderrs,
+            context._ret_vals,
+            context._worker_finished_event,
+            context._numa_options,
+        ),
+    )
+    process.start()
+    return process
 
 
 class RankDied(JobFailed):
@@ -133,6 +185,7 @@ def _run_agent(rendezvous: RendezvousHandler, ranks: Ranks) -> RunResult:
         monitor_interval=0.05,
     )
     agent = _Agent(spec, DefaultLogsSpecs(log_dir=os.devnull), start_method="forkserver")
+    agent.max_replaced = ranks.max_replaced
     try:
         result: RunResult | None = agent.run()
     except EOFError:  # the fork server could not start a rank, has reported the reason, and has exited
@@ -145,7 +198,8 @@ def _run_agent(rendezvous: RendezvousHandler, ranks: Ranks) -> RunResult:
 def _outcome(result: RunResult, reason: str) -> Outcome:
     """Return the outcome of a world. `reason` is the failure that its ranks have reported."""
     if not result.failures:
-        return next(iter(result.return_values.values()), None) or {}  # a command returns None
+        # A command returns None, and a rank that was lost, or that no world needed, has no result.
+        return next((value for value in result.return_values.values() if value), {})
     rank, failure = ChildFailedError("", result.failures).get_first_failure()
     if failure.exitcode == PREEMPTED:
         return Preempted()

@@ -8,7 +8,7 @@ from runner.config.diagnostics.import_target import locate
 from runner.config.instantiate import check_contract, make_group
 from runner.config.request import Request
 from runner.config.schema import Config
-from runner.config.validate import check_fit
+from runner.config.validate import AUTO, check_fit
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import JOIN_TIMEOUT_S, RankInfo
 from runner.distributed.rendezvous import join
@@ -21,6 +21,7 @@ from runner.launchers.env import Env
 from runner.optimization.optimizers import try_options
 from runner.optimization.torch_schedules import make_schedule
 from runner.process.socket_paths import shorten_socket_paths
+from runner.remote.address import is_remote
 from runner.training.components import make_logger, make_parallel
 from runner.training.mode import resolve
 from runner.training.model.initial_weights import locate_initial_weights
@@ -57,6 +58,7 @@ def launch(request: Request, rank_info: RankInfo, launcher: Launcher | None = No
     if launches_jobs(config.task):
         task: LaunchingTask = make_task(config.task, LaunchingTask)
         return task.launch_jobs(request, rank_info)
+    check_elastic(config, choices, launcher)
     if launcher.starts_processes and not rank_info.may_start_processes:
         raise InputError(
             f"launcher={choices['launcher']} starts processes itself, but {rank_info.source} has started this "
@@ -108,6 +110,22 @@ def check_queueable(task: Mapping[str, Any], choices: Mapping[str, str]) -> None
             f"launcher={choices['launcher']} queues a job, but task={choices['task']} starts processes itself "
             "where the command runs; run it inside an allocation (salloc, or a script for sbatch) with launcher=env"
         )
+
+
+def check_elastic(config: Config, choices: Mapping[str, str], launcher: Launcher) -> None:
+    """Raise InputError if the run cannot go on without a lost rank, as `elastic_every_steps` requires."""
+    if config.elastic_every_steps is None:
+        return
+    setting = f"elastic_every_steps={config.elastic_every_steps}"
+    if not launcher.is_elastic:
+        raise InputError(
+            f"{setting} does not work with launcher={choices['launcher']}, which ends all ranks if one is lost, or "
+            "with several nodes; try launcher=spawn or torchrun on one machine"
+        )
+    if AUTO in (choices["parallel"], config.micro_batches):
+        raise InputError(f"{setting} does not work with parallel=auto or micro_batches=auto; name a mode and a number")
+    if is_remote(config.outputs):
+        raise InputError(f"{setting} does not work with outputs={config.outputs}; use a local directory")
 
 
 def check_ahead(config: Config, choices: Mapping[str, str], world_size: int) -> None:

@@ -18,7 +18,8 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from runner.distributed.rendezvous import serve_store
+from runner.distributed.membership import FIRST, KEYS
+from runner.distributed.rendezvous import serve_store, world_prefix
 from runner.distributed.world_store import set_tcp_timeouts
 
 END_TIMEOUT_S = 15.0  # for the ranks of this machine to exit by themselves after those of another one have failed
@@ -44,6 +45,11 @@ class OneMachine(StaticTCPRendezvous):
     def next_rendezvous(self) -> RendezvousInfo:
         address = RendezvousStoreInfo(self.master_addr, self.master_port)
         return RendezvousInfo(dist.HashStore(), self.rank, self.world_size, address)
+
+    def is_elastic(self) -> bool:
+        """Return True if the ranks of the current world can go on without one that is lost."""
+        store = self._ranks_store
+        return store is not None and store.check([f"{world_prefix(self.get_run_id())}/{KEYS}/{FIRST}"])
 
     def leave(self) -> None:
         pass

@@ -16,8 +16,9 @@ from runner.config.request import Request
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import find_rank_info
 from runner.distributed.failures import signals
+from runner.distributed.membership import JobEnded
 from runner.distributed.rendezvous import join
-from runner.errors import InputError, JobFailed, Preempted, exiting_on_system_errors
+from runner.errors import InputError, JobFailed, Preempted, exiting_on_system_errors, print_messages
 from runner.jobs.job import run_job
 from runner.jobs.process_tuning import tune_process
 from runner.process.standard_streams import open_streams
@@ -42,6 +43,11 @@ def run_rank(request: Request, join_timeout_s: float, source: str) -> Outcome:
         world = join(rank_info, as_backend(request.config.backend), join_timeout_s)
     except (InputError, Preempted) as error:
         return error
+    except JobEnded:
+        return {}
+    except JobFailed as error:
+        print_messages([str(error)])
+        sys.exit(FAILURE_REPORTED)
     outcome: Outcome
     try:
         with importing_code_of(request.code_of):

@@ -81,6 +81,7 @@ class Torchrun(Launcher):
             raise ValueError(f"launcher.rdzv_endpoint={rdzv_endpoint} must be HOST:PORT, as node1:29400")
         self.host, self.port, self.rdzv_id = host.strip("[]"), int(port), rdzv_id
         self.nproc_per_node, self.max_restarts = nproc_per_node, max_restarts
+        self.is_elastic = self.max_nodes == 1
         self.world_size = self.max_nodes * nproc_per_node if self.max_nodes == self.min_nodes else None
         self.join_timeout_s = join_timeout_s
 
@@ -94,7 +95,8 @@ class Torchrun(Launcher):
             recording_directory(request.destination) as destination,
         ):
             arguments = (replace(request, destination=destination), self.join_timeout_s, self.source)
-            ranks = Ranks(self.nproc_per_node, run_rank, arguments)
+            max_replaced = self.max_restarts if request.config.elastic_every_steps is not None else None
+            ranks = Ranks(self.nproc_per_node, run_rank, arguments, max_replaced)
             # The ranks must report a lost machine before the agent notices it and terminates them.
             return self._run(ranks, destination, received, as_backend(request.config.backend).timeout_s + REPORT_S)
 

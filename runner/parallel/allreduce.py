@@ -17,6 +17,7 @@ class AllReduce(Parallel):
     """parallel=allreduce: one all_reduce of one flattened buffer after the last backward of a step."""
 
     supported_objectives = "several_losses"
+    is_elastic = True
 
     def prepare(self, recipe: Recipe, world: World) -> ParallelModel:
         for tensor in (*recipe.module.parameters(), *recipe.module.buffers()):

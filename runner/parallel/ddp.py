@@ -34,6 +34,7 @@ class DDP(Parallel):
     needs_group = True
     spans_devices = True
     supported_objectives = "several_losses"
+    is_elastic = True
     refusals = (
         Refusal("replay_every_steps", "{setting} needs parallel.static_graph=false", given="static_graph=true"),
     )

@@ -12,14 +12,20 @@ from torch.utils._pytree import tree_map, tree_map_with_path
 
 from runner.checkpoints.saved_state import MODEL, LocalState, SavedState
 from runner.checkpoints.shard_file import LocalChunk, SavedTensor
+from runner.checkpoints.snapshot import writes_all
 
 OPTIMIZER = "optimizer."  # the state of a parameter is stored as optimizer.PARAMETER.KEY
 TENSOR = "__tensor__"  # the key of a mapping that stands for a tensor, whose name is its value
 
 
+def own_rank() -> int:
+    """Return the rank as which this process writes: rank 0 in a single process, and within `writing_all`."""
+    return dist.get_rank() if dist.is_initialized() and not writes_all() else 0
+
+
 def is_first_rank() -> bool:
     """Return True on rank 0, and in a single process."""
-    return not dist.is_initialized() or dist.get_rank() == 0
+    return own_rank() == 0
 
 
 def is_of_rank(tensor: torch.Tensor, first: int = 0) -> bool:
@@ -27,7 +33,7 @@ def is_of_rank(tensor: torch.Tensor, first: int = 0) -> bool:
 
     first: the rank that writes what all ranks have. Each shard is written by the first rank that has it.
     """
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank = own_rank()
     if not isinstance(tensor, DTensor):
         return rank == first
     mesh = tensor.device_mesh

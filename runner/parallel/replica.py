@@ -19,6 +19,7 @@ from runner.checkpoints.saved_state import (
     without_extra_state,
 )
 from runner.checkpoints.shard_file import LocalChunk
+from runner.checkpoints.snapshot import writes_all
 from runner.errors import JobFailed
 from runner.input.batch import MicroBatch, StepBatch
 from runner.objectives.losses import Loss
@@ -189,7 +190,8 @@ class Replica:
         state = LocalState({MODEL + name: LocalChunk.of(tensor) for name, tensor in tensors if self.writes(tensor)})
         if is_first_rank():
             state |= self._extra_state()
-        if self._duplicates == 1:  # otherwise each rank computes the same gradients itself; GPUs may round differently
+        # If duplicated, each rank computes the same gradients itself; GPUs may round differently.
+        if self._duplicates == 1 and not writes_all():
             state.replica_hashes = tensor_hashes(self.local_parameters())
         if self._local_optimizer is None:
             state |= optimizer_state(self.module, self.optimizer, self.writes)

@@ -14,6 +14,7 @@ from runner.records.run_files import append_json_lines, parse_json, read_lines
 
 ATTEMPTS = "attempts.jsonl"
 KILLED = "killed"  # the state of an attempt that could not record its end
+REGROUPED = "regrouped"  # the state of an attempt whose ranks continued in another world
 
 
 def user_name() -> str:
@@ -49,6 +50,7 @@ class Attempt:
     changed: dict[str, list[Any]] = field(default_factory=dict)  # by key: the run's initial and this attempt's value
     code: str | None = None  # the hash of the custom modules: see runner.records.custom_code
     error: str | None = None  # the last line of the error
+    reason: str | None = None  # which ranks were lost or joined, if the attempt continues from a copy in memory
 
 
 def read_attempts(directory: Path) -> Iterator[Attempt]:

@@ -18,7 +18,7 @@ import yaml
 
 from runner.errors import InputError, JobFailed
 from runner.records import provenance
-from runner.records.attempts import Attempt, append_attempt, error_line, seconds_of, utc_now
+from runner.records.attempts import REGROUPED, Attempt, append_attempt, error_line, seconds_of, utc_now
 from runner.records.code_copy import original_path, running_copy, time_of
 from runner.records.custom_code import CustomCode, imported_code
 from runner.records.monitor import LOSS
@@ -217,6 +217,13 @@ class RunDirectory:
                 before.state, before.error = state, error
                 before.save()
         finally:  # a full disk may still have space for a line
+            append_attempt(self.path, self.attempt)
+
+    def leave(self, error: str) -> None:
+        """Record the end of an attempt after which the same processes continue the run in another world."""
+        if self.writes and self.is_committed and not self._is_lost():
+            self.attempt.ended, self.attempt.state = utc_now(), REGROUPED
+            self.attempt.step, self.attempt.error = self.record.step, error_line(error)
             append_attempt(self.path, self.attempt)
 
     def save_record(self) -> None:

@@ -41,6 +41,7 @@ from runner.training.callbacks.progress_bar import ProgressBar
 from runner.training.callbacks.stream_position import StreamPosition
 from runner.training.mode import ParallelModel
 from runner.training.restore import copy_model, restore
+from runner.training.state_copies import restore_copy
 from runner.training.throughput import ThroughputMeter
 from runner.training.trainer import Trainer
 
@@ -55,30 +56,13 @@ class Train(JobTask):
     def run(
         self, config: Config, experiment: Experiment, world: World, directory: RunDirectory, console: Console
     ) -> dict[str, float]:
-        for line in describe(config, experiment, world, directory):
-            log.info("%s", line)
-        for line in experiment.warnings:
-            log.warning("%s", line)
-        if world.world_size == 1:
-            with contextlib.suppress(ValueError):  # raised by modes that support only one process
-                experiment.parallel.axes(2)
-                log.warning(
-                    "parallel=%s has one process, so nothing is parallel; to start more, add launcher=spawn "
-                    "launcher.nproc_per_node=2, or use torchrun --nproc-per-node 2 -m runner",
-                    directory.record.parallel,
-                )
+        if world.membership is None or world.membership.number == 0:
+            _log_header(config, experiment, world, directory)
         parallel_model = experiment.parallel.prepare(experiment.recipe, world)
         meter = ThroughputMeter(elapsed_s=directory.elapsed_s if directory.writes else None)
         metric_log = MetricLog(directory, experiment.logger, meter, _evaluated_names(experiment))
         callbacks = make_all_callbacks(config, experiment, parallel_model, world, directory, console, meter, metric_log)
-        state = TrainState(step=0, epoch=0, step_in_epoch=0, batch_size=config.batch_size)
-        if list_checkpoints(directory.checkpoints):
-            state = restore(directory.checkpoints, parallel_model, callbacks, world, config.init_from.path)
-            log.info("resuming after step %d", state.step)
-            steps_per_epoch = experiment.train_loader.sampler.steps_per_epoch
-            state = _in_epochs_of(state, config.batch_size, steps_per_epoch, config.resume_force)
-        elif config.resume or directory.attempt.number > 1:
-            log.info("the run has no checkpoint yet: it restarts at step 0")
+        state = _first_state(config, experiment, parallel_model, callbacks, world, directory)
         directory.commit(state.step)
         directory.record.step, directory.record.epoch = state.step, state.epoch
         meter.shortest_s = _shortest_seconds(config, experiment, world, directory)
@@ -145,6 +129,45 @@ def _shortest_seconds(config: Config, experiment: Experiment, world: World, dire
     rate = flops.get(config.precision, flops["fp32"])
     log.info("mfu      relative to the peak of %.4g TFLOP/s of each %s (conf/device)", rate / 1e12, gpu)
     return seconds / (world.world_size * len(world.devices))
+
+
+def _log_header(config: Config, experiment: Experiment, world: World, directory: RunDirectory) -> None:
+    for line in describe(config, experiment, world, directory):
+        log.info("%s", line)
+    for line in experiment.warnings:
+        log.warning("%s", line)
+    if world.world_size == 1:
+        with contextlib.suppress(ValueError):  # raised by modes that support only one process
+            experiment.parallel.axes(2)
+            log.warning(
+                "parallel=%s has one process, so nothing is parallel; to start more, add launcher=spawn "
+                "launcher.nproc_per_node=2, or use torchrun --nproc-per-node 2 -m runner",
+                directory.record.parallel,
+            )
+
+
+def _first_state(
+    config: Config,
+    experiment: Experiment,
+    parallel_model: ParallelModel,
+    callbacks: Callbacks,
+    world: World,
+    directory: RunDirectory,
+) -> TrainState:
+    """Load what the run continues from: a copy in memory, its newest checkpoint or nothing. Return its position."""
+    copied = restore_copy(directory.checkpoints, parallel_model, callbacks, world)
+    if copied is not None and world.membership is not None:
+        directory.attempt.reason = world.membership.describe()
+        log.warning("%s", directory.attempt.reason)
+        return copied
+    if list_checkpoints(directory.checkpoints):
+        state = restore(directory.checkpoints, parallel_model, callbacks, world, config.init_from.path)
+        log.info("resuming after step %d", state.step)
+        steps_per_epoch = experiment.train_loader.sampler.steps_per_epoch
+        return _in_epochs_of(state, config.batch_size, steps_per_epoch, config.resume_force)
+    if config.resume or directory.attempt.number > 1:
+        log.info("the run has no checkpoint yet: it restarts at step 0")
+    return TrainState(step=0, epoch=0, step_in_epoch=0, batch_size=config.batch_size)
 
 
 def _record_stop(trainer: Trainer, directory: RunDirectory) -> None:

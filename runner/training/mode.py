@@ -175,6 +175,7 @@ class Parallel(ABC):
         splits_outputs: The option by which no rank has the whole outputs of a sample; empty if a rank has them.
         fails_at_once: If a rank fails, the others fail immediately, so that `micro_batches=auto` can restart the job.
             False if mesh groups or RPC make them wait for it until `backend.timeout_s`.
+        is_elastic: Each rank has the whole state, so that the others can continue without it.
     """
 
     refusals: Sequence[Refusal] = ()
@@ -193,6 +194,7 @@ class Parallel(ABC):
     normalizes_per_rank: bool = False
     splits_outputs: str = ""
     fails_at_once: bool = True
+    is_elastic: bool = False
 
     def axes(self, world_size: int) -> Axes:
         """Return the mesh of a world of this size. Raises ValueError with the rule and the nearest sizes that fit."""
@@ -236,6 +238,11 @@ def resolve(parallel: Parallel, config: Config, world_size: int) -> Parallel:
         for refusal in mode.refusals
         if refusal.applies(value := attrgetter(refusal.key)(config), config.parallel)
     ]
+    if config.elastic_every_steps is not None and not mode.is_elastic:
+        refused.append(
+            f"elastic_every_steps={config.elastic_every_steps} needs a mode in which each rank has the whole state; "
+            "try parallel=ddp or allreduce"
+        )
     messages = [*dict.fromkeys(refused)]  # two axes of a mesh may refuse the same
     messages += check_batch(config.batch_size, config.micro_batches, mode.resolved_axes.micro_batches)
     if messages:

@@ -20,6 +20,7 @@ from runner.training.callbacks.contract import STOPS, Callbacks, Outcome, Progre
 from runner.training.evaluation import evaluate
 from runner.training.mode import ParallelModel
 from runner.training.replay import Replay
+from runner.training.state_copies import StateCopies
 from runner.training.step_log import StepLog
 from runner.training.throughput import ThroughputMeter
 
@@ -40,10 +41,13 @@ class Trainer:
     stop_reason: str = ""  # on rank 0: that of the first rank whose callback ended the run
     step_log: StepLog = field(init=False)
     replay: Replay = field(init=False)
+    copies: StateCopies = field(init=False)
 
     def __post_init__(self) -> None:
         self.step_log = StepLog(self.config, self.experiment, self.world, self.meter)
         self.replay = Replay(self.config.replay_every_steps, self.experiment.recipe, self.world)
+        every_steps = self.config.elastic_every_steps
+        self.copies = StateCopies(every_steps, self.parallel_model, self.callbacks, self.world)
 
     @property
     def stopped(self) -> bool:
@@ -61,7 +65,7 @@ class Trainer:
     def train(self, run: RunInfo) -> dict[str, float]:
         """Train to the last step, and return the last metrics. All ranks must call it.
 
-        Raises Preempted after a signal to any rank, after the state is saved.
+        Raises Preempted after a signal to any rank, after the state is saved, and Regroup if a process waits to join.
         """
         outcome: Outcome = "failed"
         self.experiment.train_loader.checksum_steps = NUM_STEPS
@@ -101,6 +105,7 @@ class Trainer:
         while self.state.step < self.num_steps:
             steps = self.experiment.train_loader.steps(self.state.epoch, self.state.step_in_epoch)
             for batch in itertools.islice(steps, self.num_steps - self.state.step):
+                self.copies.before_step(self.state)
                 finish_vote = self._start_vote(self.callbacks.is_due)
                 self.step(batch)
                 if finish_vote():
@@ -210,10 +215,11 @@ class Trainer:
 
         That function raises Preempted if a signal has reached any rank, and returns True if `is_due` is on any rank.
         """
-        answers = self.world.collectives.any_of_async(received() is not None, is_due)
+        answers = self.world.collectives.any_of_async(received() is not None, is_due, self.copies.is_awaited())
 
         def finish_vote() -> bool:
-            is_preempted, is_due_on_any = answers()
+            is_preempted, is_due_on_any, is_awaited_on_any = answers()
+            self.copies.after_vote(is_awaited_on_any)
             if is_preempted:
                 raise Preempted(received() or "a signal to another rank")
             return is_due_on_any

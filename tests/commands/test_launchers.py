@@ -17,6 +17,7 @@ from worlds import only_run, run
 
 from runner.checkpoints.layout import list_checkpoints
 from runner.process import socket_paths
+from runner.records.attempts import read_attempts
 
 TINY = ("model=mlp", "parallel=ddp", "threads=1", "logger=none")
 LONG = (*TINY, *SLOWLY, "epochs=100000", "log_every=100")
@@ -140,6 +141,39 @@ def test_a_killed_rank_is_replaced_and_the_run_continues_in_its_directory(
     one = only_run(tmp_path)
     assert done.stdout.count("resuming after step") == 1
     assert one.result["weights_sha256"] == whole.result["weights_sha256"]
+
+
+@pytest.mark.fault(
+    "kill -9 of ranks, of which the launcher replaces the first while the others go on", outcome="went_on"
+)
+@pytest.mark.thorough
+def test_others_go_on_without_a_killed_rank(commands: Commands, tmp_path: Path) -> None:
+    long = (*TINY, "epochs=10", "eval_every=10", "precision=fp64")
+    whole = run(tmp_path / "here", 2, *long, "backend=gloo")
+    write_files(tmp_path, SLOW)
+    elastic = ("elastic_every_steps=5", "loader.num_workers=2", "launcher.max_restarts=1")
+    process = start(commands, "spawn", *long, *SLOWLY, *elastic)
+
+    def log() -> str:
+        return "".join(path.read_text() for path in tmp_path.glob("outputs/run/*/log.txt"))
+
+    wait_until(lambda: newest_step(tmp_path) > 0, process)
+    os.kill(rank_1(commands, process), signal.SIGKILL)
+    wait_until(lambda: "2 ranks continued after step" in log(), process)
+    os.kill(rank_1(commands, process), signal.SIGKILL)
+    wait_until(lambda: "1 rank continued after step" in log(), process)
+    (tmp_path / "has-acted").touch()
+    done = commands.finish(process)
+    assert done.returncode == 0, done.stdout + done.stderr
+    one = only_run(tmp_path)
+    assert "resuming" not in done.stdout
+    for name, weight in whole.weights.items():
+        assert (one.weights[name] - weight).abs().max() <= 1e-9 * weight.abs().max(), name
+    assert one.losses == pytest.approx(whole.losses, rel=1e-9)
+    attempts = [*read_attempts(one.path)]
+    assert [attempt.state for attempt in attempts][-1] == "finished"
+    assert {attempt.state for attempt in attempts[:-1]} == {"regrouped"}
+    assert "lost rank 1 on" in (attempts[-1].reason or "")
 
 
 @pytest.mark.fault("kill -9 of a rank that is not restarted", outcome="refused")

@@ -116,7 +116,7 @@ def test_a_suspended_owner_has_lost_its_lock_to_a_later_world(tmp_path: Path, mo
     """The world that took over has ended, and a third one has locked the directory."""
     stalled = lock_directory(tmp_path)
     second = lock_directory(tmp_path, previous=1)
-    monkeypatch.setattr(run_lock, "HEARTBEAT_S", 0.0)  # so that is_lost() checks the file
+    monkeypatch.setattr(run_lock, "CHECK_S", 0.0)  # so that is_lost() checks the file
     assert stalled.is_lost() and not second.is_lost()
     second.release()
     third = lock_directory(tmp_path)

@@ -27,6 +27,10 @@ class RankProcess(NamedTuple):
     started: int  # in clock ticks since the machine's start, because another process may get the same pid later
     file: int  # the descriptor, in that process, of its position and stacks; -1 on systems without Linux's /proc
 
+    def at(self, rank: int) -> "RankProcess":
+        """Return the same process with another rank."""
+        return RankProcess(rank, *self[1:])
+
 
 class Heartbeat:
     """This process's position and stacks. Other processes can read them on Linux only."""
@@ -51,6 +55,12 @@ class Heartbeat:
                 self._process = RankProcess(self._rank, host, machine, pid, process_start(pid) or 0, file)
             self.record(self._position)
         return self._process
+
+    def renumber(self, rank: int) -> None:
+        """Give this process another rank."""
+        self._rank = rank
+        if self._process is not None:
+            self._process = self._process.at(rank)
 
     def record(self, position: str) -> None:
         """Record that this rank is now at `position`, for example "step 12"."""

@@ -10,7 +10,7 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from runner.distributed.failures.heartbeat import RankProcess
 from runner.distributed.failures.peer_failure import PeerMissing
@@ -114,8 +114,13 @@ class Listener:
             self._socket.listen(4096)  # the system uses its own limit if that is lower
             self.ready = True
 
-    def join(self, others: Mapping[int, RankProcess], timeout_s: float) -> LocalSockets:
-        """Connect to the lower ranks and wait for the others, once all of them listen. All of them must call it."""
+    def join(
+        self, others: Mapping[int, RankProcess], timeout_s: float, check_peers: Callable[[], None] | None = None
+    ) -> LocalSockets:
+        """Connect to the lower ranks and wait for the others, once all of them listen. All of them must call it.
+
+        check_peers: raises PeerMissing if a rank was lost.
+        """
         assert self._socket is not None
         joined: dict[int, socket.socket] = {}
         try:
@@ -123,9 +128,17 @@ class Listener:
                 if rank < self._own.rank:
                     joined[rank] = _connect(others[rank])
             expected = {process.pid: rank for rank, process in others.items() if rank > self._own.rank}
-            self._socket.settimeout(min(timeout_s, JOIN_S))
+            self._socket.settimeout(TICK_S)
+            deadline = time.monotonic() + min(timeout_s, JOIN_S)
             while expected:
-                connection, _ = self._socket.accept()
+                try:
+                    connection, _ = self._socket.accept()
+                except TimeoutError:
+                    if check_peers is not None:
+                        check_peers()
+                    if time.monotonic() > deadline:
+                        raise
+                    continue
                 if (pid := _process_of(connection)) in expected:
                     joined[expected.pop(pid)] = connection
                 else:  # an unknown process

@@ -64,9 +64,10 @@ class Checkpointing(Callback):
         self._best = {step: values[step] for step in self._monitor.best(values)[: self._options.keep_best]}
         self._record_best()
         if run.first_step:
-            self._saved_step = run.first_step
             steps = map(step_of, list_checkpoints(self._directory.checkpoints))
             self._damaged = {step for step in steps if step > run.first_step}
+        if run.first_step in run.checkpoints:  # otherwise, the run continues from a copy in memory
+            self._saved_step = run.first_step
             if self._directory.writes:
                 set_link(self._directory.checkpoints, LAST, self._directory.checkpoints / f"step_{run.first_step}")
                 self._retain()

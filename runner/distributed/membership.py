@@ -1,0 +1,246 @@
+"""The members of a world that loses and gains ranks during a job, and the copies of the state that they keep."""
+
+import json
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from runner.distributed.environment import RankInfo
+from runner.distributed.failures.heartbeat import RankProcess, send_signal, state_of
+from runner.distributed.failures.hung_ranks import examine
+from runner.distributed.failures.signals import received
+from runner.errors import JobFailed, Preempted, quantity
+
+POLL_S = 0.01
+JOIN_POLL_S = 0.5  # between checks for processes that wait to join
+KEYS = "elastic"  # in front of each key in the store of the ranks
+FIRST = "members/0"  # the key that is set once the ranks of the first world can lose a member
+
+
+class Regroup(Exception):
+    """The ranks have to form another world, because one of them was lost or another process waits to join."""
+
+
+class JobEnded(Exception):
+    """The job ended before this process could join it."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """The state of the job after `step` steps, in this process."""
+
+    step: int
+    content: Any
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process that belongs to a world, or wants to."""
+
+    process: RankProcess
+    confirmed: int | None = None  # the step of a copy that every rank of the world before has, and has gone beyond
+    kept: tuple[int, ...] = ()  # the steps of all copies of this process
+
+    @classmethod
+    def parse(cls, text: str | bytes) -> "Member":
+        facts = json.loads(text)
+        return cls(RankProcess(*facts["process"]), facts["confirmed"], tuple(facts["kept"]))
+
+    def is_gone(self, machine: str) -> bool:
+        """Return True if this process has exited or was stopped; unknown on another machine than `machine`."""
+        return self.process.machine == machine and state_of(self.process) != "running"
+
+
+class Membership:
+    """This process's part in the worlds of a job: which processes form each, and what it needs to continue.
+
+    The first world has the number 0. Keys of the store: `members/N` lists the members of world N, and the step of the
+    copy from which it continues; `here/N/RANK` is what a rank of world N - 1 brings to world N; `candidate/I` is the
+    I-th process that waits to join; `ended` says that the job is over.
+    """
+
+    def __init__(self, store: dist.Store, own: RankProcess, timeout_s: float):
+        """own: this process. timeout_s: for a rank on another machine to respond."""
+        self._store, self._own, self._timeout_s = dist.PrefixStore(KEYS, store), own, timeout_s
+        self._members: list[Member] = []  # of this world
+        self._num_candidates, self._checked_at = 0, 0.0  # those that had registered when this world was formed
+        self.number = 0
+        self.copies: list[Copy] = []  # at most two, the newest last
+        self.confirmed: int | None = None
+        self.reason, self.left_at = "", 0.0  # why this world was formed, and when the one before it was left
+        self.start_step: int | None = None  # of the copy from which this world continues; None: it has none
+
+    def begin(self, processes: Sequence[RankProcess]) -> None:
+        """Start the first world, which consists of these processes, by rank."""
+        self._members = [Member(process) for process in processes]
+        if self._own.rank == 0:
+            self._store.set(FIRST, json.dumps({"members": [_text(member) for member in self._members]}))
+
+    def keep(self, copy: Copy) -> None:
+        """Keep a copy in place of the one before the last."""
+        self.copies = [*self.copies[-1:], copy]
+
+    def confirm(self) -> None:
+        """Note that all ranks have gone beyond the newest copy: nothing that happened before it can be missing."""
+        if self.copies:
+            self.confirmed = self.copies[-1].step
+
+    def copy_of(self, step: int | None) -> Copy | None:
+        return next((copy for copy in self.copies if copy.step == step), None)
+
+    def owner_of_copy(self) -> int:
+        """Return the lowest rank that has the copy from which this world continues."""
+        return next(rank for rank, member in enumerate(self._members) if self.start_step in member.kept)
+
+    def describe(self) -> str:
+        """Return a line about why this world was formed, and from which step it continues."""
+        where = "the newest checkpoint" if self.start_step is None else f"step {self.start_step}"
+        seconds = time.monotonic() - self.left_at
+        return f"{self.reason}: {quantity(len(self._members), 'rank')} continued after {where}, {seconds:.2f} s later"
+
+    def is_awaited(self) -> bool:
+        """Return True if a process waits to join. The store is read at most every JOIN_POLL_S."""
+        if time.monotonic() - self._checked_at < JOIN_POLL_S:
+            return False
+        self._checked_at = time.monotonic()
+        return self._store.add("candidates", 0) > self._num_candidates
+
+    @property
+    def has_begun(self) -> bool:
+        """Return True if the job can continue without one of its ranks."""
+        return bool(self._members)
+
+    def lost(self) -> list[RankProcess]:
+        """Return the processes of this world that no longer run on this machine."""
+        others = [member for member in self._members if not _is_same(member.process, self._own)]
+        return [member.process for member in others if member.is_gone(self._own.machine)]
+
+    def is_over(self) -> bool:
+        """Return True if the next world exists, so that whatever happens in this one has no effect."""
+        return self._store.check([f"members/{self.number + 1}"])
+
+    def end(self) -> None:
+        """Release the processes that wait to join: the job is over."""
+        with suppress(RuntimeError):  # the store has exited
+            self._store.set("ended", "")
+
+    def form_next(self, rank_info: RankInfo, has_failed: Callable[[], str | None], stacks_dir: Path | None) -> RankInfo:
+        """Form the next world with the other ranks that are left and the processes that wait. Return its info here.
+
+        The lowest of the ranks that are left decides who they are. A rank that does not respond is killed if it is on
+        this machine, and its stacks are written to `stacks_dir`. If the others have formed the next world without this
+        rank, join a later one. Raises JobFailed with the failure that `has_failed` returns, and what `join` raises.
+        """
+        number, self.left_at = self.number + 1, time.monotonic()
+        kept = tuple(copy.step for copy in self.copies)
+        self._store.set(f"here/{number}/{rank_info.rank}", _text(Member(self._own, self.confirmed, kept)))
+        while not self._store.check([f"members/{number}"]):
+            if failure := has_failed():
+                raise JobFailed(failure, follows=True)
+            keys = [f"here/{number}/{rank}" for rank in range(len(self._members))]
+            found = [Member.parse(self._store.get(key)) for key in keys if self._store.check([key])]
+            arrived = [member for member in found if not member.is_gone(self._own.machine)]
+            missing = [m for m in self._members if not any(_is_same(m.process, other.process) for other in arrived)]
+            are_gone = all(member.is_gone(self._own.machine) for member in missing)
+            is_over = are_gone or time.monotonic() - self.left_at > self._timeout_s
+            if is_over and _is_same(arrived[0].process, self._own):
+                reasons = [self._drop(member.process, stacks_dir) for member in missing]
+                self._close(number, arrived, reasons)
+            time.sleep(POLL_S)
+        return self._enter(number, rank_info) or self.join(rank_info, number)
+
+    def join(self, rank_info: RankInfo, number: int = 0) -> RankInfo:
+        """Wait until a world after `number` has this process, enter it, and return its info.
+
+        Raises JobEnded, JobFailed if all ranks of the job exit, and Preempted after a signal.
+        """
+        key = f"candidate/{self._store.add('candidates', 1)}"
+        self._store.set(key, _text(Member(self._own)))
+        while not self._store.check(["ended"]):
+            if reason := received():
+                self._store.delete_key(key)
+                raise Preempted(reason)
+            if self._store.check([f"members/{number + 1}"]):
+                number += 1
+                if (info := self._enter(number, rank_info)) is not None:
+                    self._store.delete_key(key)
+                    return info
+            elif all(Member.parse(text).is_gone(self._own.machine) for text in self._read(number)["members"]):
+                raise JobFailed("all ranks of the world that this process waited for have exited")
+            time.sleep(POLL_S)
+        raise JobEnded
+
+    def _drop(self, process: RankProcess, stacks_dir: Path | None) -> str:
+        """Return a line about a rank that is left out; kill it if it runs on this machine."""
+        if process.machine != self._own.machine or state_of(process) == "exited":
+            return f"lost rank {process.rank} on {process.host}"
+        finding = examine(process, self._timeout_s, stacks_dir)
+        send_signal(process, signal.SIGKILL)
+        return finding.line
+
+    def _close(self, number: int, arrived: list[Member], reasons: list[str]) -> None:
+        """Propose the members of a world: those that have arrived, and those that wait. The first proposal counts."""
+        count = self._store.add("candidates", 0)
+        keys = [key for i in range(1, count + 1) if self._store.check([key := f"candidate/{i}"])]
+        candidates = [Member.parse(self._store.get(key)) for key in keys]
+        known = [member.process for member in (*arrived, *self._members)]
+        joining = [
+            member
+            for member in candidates
+            if not member.is_gone(self._own.machine) and not any(_is_same(member.process, other) for other in known)
+        ]
+        held = {step for member in arrived for step in member.kept}
+        confirmed = [step for member in arrived if (step := member.confirmed) is not None and step in held]
+        in_all = set.intersection(*(set(member.kept) for member in arrived))
+        if joining:
+            reasons.append(f"{len(joining)} joined")
+        proposal = {
+            "members": [_text(member) for member in (*arrived, *joining)],
+            # A copy that no rank has confirmed may lack what rank 0 was about to log, unless it is the first one.
+            "step": max(confirmed or in_all, default=None),
+            "candidates": count,
+            "reason": ", ".join(reasons),
+        }
+        self._store.compare_set(f"members/{number}", "", json.dumps(proposal))
+
+    def _read(self, number: int) -> dict[str, Any]:
+        facts: dict[str, Any] = json.loads(self._store.get(f"members/{number}"))
+        return facts
+
+    def _enter(self, number: int, rank_info: RankInfo) -> RankInfo | None:
+        """Return this process's info in a world; None if it is no member."""
+        facts = self._read(number)
+        members = [Member.parse(text) for text in facts["members"]]
+        ranks = [rank for rank, member in enumerate(members) if _is_same(member.process, self._own)]
+        if not ranks:
+            return None
+        here = [rank for rank, member in enumerate(members) if member.process.machine == self._own.machine]
+        self._members = [replace(m, process=m.process.at(rank)) for rank, m in enumerate(members)]
+        self._own = self._own.at(ranks[0])
+        self.number, self._num_candidates = number, facts["candidates"]
+        self.start_step, self.reason = facts["step"], facts["reason"]
+        self.copies = [copy for copy in self.copies if copy.step == self.start_step]
+        self.confirmed = self.start_step
+        return replace(
+            rank_info,
+            rank=ranks[0],
+            world_size=len(members),
+            local_rank=here.index(ranks[0]),
+            local_world_size=len(here),
+            restart=number,
+            on_one_machine=len(here) == len(members),
+        )
+
+
+def _text(member: Member) -> str:
+    return json.dumps(asdict(member))
+
+
+def _is_same(one: RankProcess, other: RankProcess) -> bool:
+    return (one.machine, one.pid, one.started) == (other.machine, other.pid, other.started)

@@ -1,0 +1,389 @@
+"""Ranks that are lost, stopped or join while the others go on: the run equals one that nothing has disturbed."""
+
+import functools
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from commands import wait_until
+from fault_rig import OVERRIDES, all_sound, before_each_step
+from ranks import RankError
+from worlds import Run, configure, run
+
+from runner.checkpoints import save
+from runner.config.request import Request
+from runner.distributed.backend import as_backend
+from runner.distributed.collectives import Collectives
+from runner.distributed.environment import RankInfo
+from runner.distributed.failures import heartbeat
+from runner.distributed.membership import JobEnded
+from runner.distributed.world import World
+from runner.errors import InputError
+from runner.jobs.job import run_job
+from runner.parallel.parameter_update import ParameterUpdate
+from runner.training import trainer as training
+from runner.training.state_copies import StateCopies
+from runner.training.trainer import Trainer
+
+Act = Callable[[Trainer, Any], None]
+NUM_STEPS = 30
+ELASTIC = (*OVERRIDES, f"max_steps={NUM_STEPS}", "precision=fp64", "threads=1", "elastic_every_steps=1")
+# What adds state: averaged weights, sums over the whole batch, evaluations within an epoch, micro-batches.
+STATEFUL = ("ema.decay=0.9", "clip_grad_norm=1", "eval_every_steps=4", "micro_batches=2", "train_metrics=true")
+EXACT = 1e-9
+WAIT_S = 120
+
+
+class Ranks:
+    """The processes of one elastic job, which a test kills, stops and starts."""
+
+    def __init__(self, folder: Path, num_ranks: int, *overrides: str):
+        config, request = configure(*overrides, f"outputs={folder}")
+        self.folder, self.request, self.num_ranks = folder, replace(request, config=config), num_ranks
+        self._fork = multiprocessing.get_context("fork").Process
+        self.processes = [self._fork(target=self._run, args=(rank,)) for rank in range(num_ranks)]
+
+    def start(self) -> "Ranks":
+        self.folder.mkdir(exist_ok=True)
+        for process in self.processes:
+            process.start()
+        return self
+
+    def start_another(self) -> None:
+        """Start a process that joins the ranks that are left."""
+        self.processes.append(self._fork(target=self._run, args=(None,)))
+        self.processes[-1].start()
+
+    def kill(self, number: int, signal_number: signal.Signals = signal.SIGKILL) -> None:
+        os.kill(self.processes[number].pid or 0, signal_number)
+
+    def finish(self, killed: Sequence[int] = ()) -> Run:
+        """Wait until all processes have ended, those that are not killed well. Return the run."""
+        try:
+            deadline = time.monotonic() + WAIT_S
+            for process in self.processes:
+                process.join(max(0.0, deadline - time.monotonic()))
+            ends = [0 if number not in killed else -signal.SIGKILL for number in range(len(self.processes))]
+            assert [process.exitcode for process in self.processes] == ends
+        finally:
+            self.close()
+        (path,) = (self.folder / "run").iterdir()
+        return Run(path)
+
+    def close(self) -> None:
+        for process in self.processes:
+            if process.pid is not None:
+                process.kill()
+                process.join()
+
+    def lines(self) -> list[dict[str, Any]]:
+        found = [*self.folder.glob("run/*/metrics.jsonl")]
+        return Run(found[0].parent).lines if found else []
+
+    def wait_for_step(self, step: int) -> None:
+        wait_until(lambda: any(line["step"] >= step for line in self.lines()), timeout_s=WAIT_S)
+
+    def _run(self, rank: int | None) -> None:
+        request: Request = self.request
+        kept = str(self.folder / "kept")  # as the agent of a machine keeps values
+        info = RankInfo(rank or 0, rank or 0, self.num_ranks, self.num_ranks, source="test", restart_file=kept)
+        store = dist.FileStore(str(self.folder / "store"), -1)
+        world = World(info, store, as_backend(request.config.backend))
+        status = 1
+        try:
+            if rank is None:
+                world.join_later()
+            run_job(request, world)
+            status = 0
+        except JobEnded:
+            status = 0
+        finally:
+            world.shutdown.report_before_exit(lambda: None)
+            os._exit(status)  # skips the exit handlers of the tests' process
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Return the undisturbed run of one process."""
+    words = [word for word in (*ELASTIC, *STATEFUL) if not word.startswith("elastic")]
+    return run(tmp_path_factory.mktemp("whole"), 1, *words)
+
+
+def assert_equal(one: Run, whole: Run) -> None:
+    """Compare weights, every logged value and the samples of every step, up to rounding in float64."""
+    assert one.result["state"] == "finished"
+    for name, weight in whole.weights.items():
+        assert (one.weights[name] - weight).abs().max() <= EXACT * weight.abs().max(), name
+    timed = ("perf/", "train/skipped")
+    assert [line["step"] for line in one.lines] == [line["step"] for line in whole.lines]
+    for line, expected in zip(one.lines, whole.lines, strict=True):
+        for key, value in expected.items():
+            if not key.startswith(timed):
+                assert line[key] == pytest.approx(value, rel=EXACT, abs=1e-12), (line["step"], key)
+
+
+def kills(process: int, step: int) -> Act:
+    """Return a function that kills a process that has forked as this rank, before a step."""
+
+    def act(trainer: Trainer, batch: Any) -> None:
+        assert trainer.world.membership is not None
+        position = (trainer.world.membership.number, trainer.world.rank, trainer.state.step)
+        if position == (0, process, step):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return act
+
+
+def in_call(owner: Any, name: str, after: bool) -> Callable[[pytest.MonkeyPatch, int, int], None]:
+    """Return a function that lets a rank be killed before or after its next call of a function, from a step on."""
+
+    def patch(monkeypatch: pytest.MonkeyPatch, process: int, step: int) -> None:
+        original, armed = getattr(owner, name), list[bool]()
+
+        def replaced(*args: Any, **options: Any) -> Any:
+            if armed and not after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = original(*args, **options)
+            if armed:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        def arm(trainer: Trainer, batch: Any) -> None:
+            assert trainer.world.membership is not None
+            if (trainer.world.membership.number, trainer.world.rank, trainer.state.step) == (0, process, step):
+                armed.append(True)
+
+        monkeypatch.setattr(owner, name, replaced)
+        original_step = Trainer.step
+        monkeypatch.setattr(Trainer, "step", lambda self, batch: (arm(self, batch), original_step(self, batch))[1])
+
+    return patch
+
+
+MOMENTS = {
+    "before a sum": in_call(Collectives, "sum", after=False),
+    "after a sum": in_call(Collectives, "sum", after=True),
+    "before the update": in_call(ParameterUpdate, "step", after=False),
+    "after the update": in_call(ParameterUpdate, "step", after=True),
+    "in an evaluation": in_call(training, "evaluate", after=False),
+    "after an evaluation": in_call(training, "evaluate", after=True),
+    "while saving": in_call(save, "write_shard", after=False),
+}
+
+
+@pytest.mark.fault("kill -9 of a rank, which the others go on without", outcome="went_on")
+@pytest.mark.parametrize(
+    ("moment", "process", "mode"),
+    [
+        *((moment, 0, "ddp") for moment in MOMENTS),
+        *(pytest.param(moment, 1, "ddp", marks=pytest.mark.thorough) for moment in MOMENTS if moment != "while saving"),
+        ("after a sum", 1, "allreduce"),
+    ],
+)
+def test_others_go_on(
+    moment: str, process: int, mode: str, whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    MOMENTS[moment](monkeypatch, process, 10)
+    ranks = Ranks(tmp_path / "out", 2, *ELASTIC, *STATEFUL, f"parallel={mode}").start()
+    ended = ranks.finish(killed=[process])
+    assert_equal(ended, whole)
+    assert "resuming" not in (ended.path / "log.txt").read_text(), "no checkpoint is read"
+    assert f"lost rank {process} on" in (ended.path / "log.txt").read_text()
+    all_sound(ended.path / "checkpoints")
+
+
+@pytest.mark.fault("kill -9 of two of four ranks at once, one of them rank 0", outcome="went_on")
+def test_two_lost_at_once(whole: Run, tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path / "out", 4, *ELASTIC, *STATEFUL, "parallel=ddp").start()
+    try:
+        ranks.wait_for_step(8)
+        for number in (0, 2):
+            ranks.kill(number)
+    except BaseException:
+        ranks.close()
+        raise
+    assert_equal(ranks.finish(killed=[0, 2]), whole)
+
+
+@pytest.mark.thorough
+@pytest.mark.fault("ranks that are lost and join: 2, 1, 3, 2 ranks in one run", outcome="went_on")
+def test_ranks_join(whole: Run, tmp_path: Path) -> None:
+    def slowly(trainer: Trainer, batch: Any) -> None:
+        time.sleep(0.05)  # so that the run does not end before the test has acted
+
+    with before_each_step(slowly):
+        ranks = Ranks(tmp_path / "out", 2, *ELASTIC, *STATEFUL, "parallel=ddp").start()
+        try:
+            ranks.wait_for_step(8)
+            ranks.kill(0)
+            ranks.wait_for_step(ranks.lines()[-1]["step"] + 3)
+            for _ in range(2):
+                ranks.start_another()
+            log = next(ranks.folder.glob("run/*/log.txt"))
+            wait_until(lambda: "3 ranks continued" in log.read_text(), timeout_s=WAIT_S)
+            ranks.wait_for_step(ranks.lines()[-1]["step"] + 3)
+            ranks.kill(2)
+        except BaseException:
+            ranks.close()
+            raise
+        ended = ranks.finish(killed=[0, 2])
+    assert_equal(ended, whole)
+    text = (ended.path / "log.txt").read_text()
+    assert "resuming" not in text
+    assert text.count(" joined") in (1, 2)
+    assert text.count("lost rank") == 2
+
+
+@pytest.mark.thorough
+@pytest.mark.fault("a rank that hangs, or that SIGSTOP stops, which is killed by the others", outcome="went_on")
+@pytest.mark.parametrize("hangs", [True, False])
+def test_a_rank_that_does_not_respond(hangs: bool, whole: Run, tmp_path: Path) -> None:
+    def stop(trainer: Trainer, batch: Any) -> None:
+        assert trainer.world.membership is not None
+        if (trainer.world.membership.number, trainer.world.rank, trainer.state.step) == (0, 0, 10):
+            if hangs:
+                time.sleep(WAIT_S)
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    with before_each_step(stop):
+        ranks = Ranks(tmp_path / "out", 2, *ELASTIC, *STATEFUL, "parallel=ddp", "backend.timeout_s=3").start()
+        ended = ranks.finish(killed=[0])
+    assert_equal(ended, whole)
+    assert "in step 10 for" in (text := (ended.path / "log.txt").read_text())
+    assert "it was killed with SIGKILL: 1 rank continued after step" in text
+
+
+@pytest.mark.fault("a rank of another machine that returns after the others have gone on", outcome="went_on")
+def test_an_excluded_rank_returns(whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "machine_id", lambda: f"machine {os.getpid()}")
+    with before_each_step(lambda trainer, batch: time.sleep(0.05)):
+        ranks = Ranks(tmp_path / "out", 2, *ELASTIC, *STATEFUL, "parallel=ddp", "backend.timeout_s=3").start()
+        try:
+            ranks.wait_for_step(8)
+            ranks.kill(0, signal.SIGSTOP)
+            log = next(ranks.folder.glob("run/*/log.txt"))
+            wait_until(lambda: "1 rank continued" in log.read_text(), timeout_s=WAIT_S)
+            ranks.kill(0, signal.SIGCONT)
+            wait_until(lambda: "1 joined: 2 ranks" in log.read_text(), timeout_s=WAIT_S)
+        except BaseException:
+            ranks.close()
+            raise
+        assert_equal(ranks.finish(), whole)
+
+
+@pytest.mark.soak
+@pytest.mark.fault("kill -9 of random ranks at random moments, which are replaced", outcome="went_on")
+@pytest.mark.parametrize("seed", range(50))
+def test_random_kills(seed: int, whole: Run, tmp_path: Path) -> None:
+    draw = random.Random(seed)
+    num_ranks = draw.choice((2, 3, 4))
+    mode = draw.choice(("ddp", "allreduce"))
+    with before_each_step(lambda trainer, batch: time.sleep(0.02)):
+        ranks = Ranks(tmp_path / "out", num_ranks, *ELASTIC, *STATEFUL, f"parallel={mode}").start()
+        killed: list[int] = []
+        try:
+            wait_until(lambda: bool(ranks.lines()), timeout_s=WAIT_S)
+            log = next(ranks.folder.glob("run/*/log.txt"))
+            for number in range(2):
+                if num_ranks == 2:  # one of them must be left, and have a copy
+                    has_two = functools.partial(lambda least: log.read_text().count("2 ranks con") >= least, number)
+                    wait_until(has_two, timeout_s=WAIT_S)
+                time.sleep(draw.uniform(0, 1))
+                running = [n for n, process in enumerate(ranks.processes) if process.exitcode is None]
+                if len(running) > 1 and not any(line["step"] > NUM_STEPS - 5 for line in ranks.lines()):
+                    killed.append(draw.choice(running))
+                    ranks.kill(killed[-1])
+                    ranks.start_another()
+        except BaseException:
+            ranks.close()
+            raise
+        assert_equal(ranks.finish(killed), whole)
+
+
+def test_an_error_of_a_rank_is_no_loss(tmp_path: Path) -> None:
+    def fail(trainer: Trainer, batch: Any) -> None:
+        if trainer.world.rank == 1 and trainer.state.step == 10:
+            raise ValueError("wrong")
+
+    with before_each_step(fail):
+        ranks = Ranks(tmp_path / "out", 2, *ELASTIC, "parallel=ddp").start()
+        for process in ranks.processes:
+            process.join(WAIT_S)
+    assert [process.exitcode for process in ranks.processes] == [1, 1]
+    (path,) = (tmp_path / "out" / "run").iterdir()
+    assert "ValueError: wrong" in Run(path).result["error"]
+
+
+def test_a_step_that_is_applied_twice_is_found(whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep = StateCopies.before_step
+
+    def keep_older_position(self: StateCopies, state: Any) -> None:
+        keep(self, state)
+        assert self.world.membership is not None
+        copy = self.world.membership.copies[-1]
+        local, _ = copy.content
+        if state.step:
+            older = replace(copy, step=state.step - 1, content=(local, replace(state, step=state.step - 1)))
+            self.world.membership.copies[-1] = older
+
+    monkeypatch.setattr(StateCopies, "before_step", keep_older_position)
+    with before_each_step(kills(1, 10)):
+        ranks = Ranks(tmp_path / "out", 2, *ELASTIC, *STATEFUL, "parallel=ddp").start()
+        ended = ranks.finish(killed=[1])
+    with pytest.raises(AssertionError):
+        assert_equal(ended, whole)
+
+
+@pytest.mark.fault("SIGTERM after a rank was lost", outcome="survived")
+def test_a_signal_after_a_loss(whole: Run, tmp_path: Path) -> None:
+    def act(trainer: Trainer, batch: Any) -> None:
+        kills(1, 10)(trainer, batch)
+        if trainer.state.step == 15:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with before_each_step(act):
+        ranks = Ranks(tmp_path / "out", 2, *ELASTIC, *STATEFUL, "parallel=ddp").start()
+        for process in ranks.processes:
+            process.join(WAIT_S)
+    (path,) = (tmp_path / "out" / "run").iterdir()
+    assert Run(path).result["state"] == "preempted"
+    assert all_sound(path / "checkpoints")[-1] == "step_16"
+    assert_equal(run(tmp_path, 2, f"resume={path}", "elastic_every_steps=null"), whole)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("parallel=zero",), "elastic_every_steps=1 needs a mode in which each rank has the whole state; try parallel"),
+        (("elastic_every_steps=0",), "elastic_every_steps=0 must be at least 1"),
+    ],
+)
+def test_refused(words: Sequence[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises((InputError, RankError), match=message):
+        run(tmp_path, 2, *ELASTIC, "parallel=ddp", *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("parallel=ddp",), "does not work with launcher=env, which ends all ranks if one is lost"),
+        (("launcher=spawn", "micro_batches=auto"), "does not work with parallel=auto or micro_batches=auto"),
+        (("launcher=spawn", "parallel=auto"), "does not work with parallel=auto or micro_batches=auto"),
+        (("launcher=spawn", "outputs=s3://bucket/runs"), "does not work with outputs=s3://bucket/runs"),
+        (("launcher=torchrun", "launcher.nodes=2", "launcher.rdzv_endpoint=localhost:29400"), "or with several nodes"),
+    ],
+)
+def test_refused_by_the_command(
+    words: Sequence[str], message: str, here: Callable[..., int], capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert here("elastic_every_steps=1", *words) == 2
+    assert message in capfd.readouterr().err
+    assert not (tmp_path / "outputs").exists()
