@@ -77,7 +77,10 @@ def test_the_file_of_the_frozen_weights_must_be_the_same(
     assert here(*command) == 0
 
 
-def test_a_model_in_python_is_loaded_with_the_base_that_has_moved(moved: tuple[Path, Path]) -> None:
+def test_a_model_in_python_is_loaded_with_the_base_that_has_moved(
+    moved: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     path, base = moved
     expected = runner.open_run(path).predict(TOKENS)
     base.rename("elsewhere.safetensors")
