@@ -5,15 +5,18 @@ import multiprocessing
 import os
 import random
 import signal
+import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from commands import wait_until
+from commands import free_port, wait_until
 from fault_rig import OVERRIDES, all_sound, before_each_step
 from ranks import RankError
 from worlds import Run, configure, run
@@ -25,6 +28,7 @@ from runner.distributed.collectives import Collectives
 from runner.distributed.environment import RankInfo
 from runner.distributed.failures import heartbeat
 from runner.distributed.membership import JobEnded
+from runner.distributed.rendezvous import serve_store
 from runner.distributed.world import World
 from runner.errors import InputError
 from runner.jobs.job import run_job
@@ -48,11 +52,14 @@ class Ranks:
     def __init__(self, folder: Path, num_ranks: int, *overrides: str):
         config, request = configure(*overrides, f"outputs={folder}")
         self.folder, self.request, self.num_ranks = folder, replace(request, config=config), num_ranks
-        self._fork = multiprocessing.get_context("fork").Process
+        self._fork, self._port = multiprocessing.get_context("fork").Process, free_port()
+        # Its own process, as the agent of a launcher: a rank that is killed must not leave a damaged store.
+        self._store = self._fork(target=self._serve)
         self.processes = [self._fork(target=self._run, args=(rank,)) for rank in range(num_ranks)]
 
     def start(self) -> "Ranks":
         self.folder.mkdir(exist_ok=True)
+        self._store.start()
         for process in self.processes:
             process.start()
         return self
@@ -62,24 +69,28 @@ class Ranks:
         self.processes.append(self._fork(target=self._run, args=(None,)))
         self.processes[-1].start()
 
-    def kill(self, number: int, signal_number: signal.Signals = signal.SIGKILL) -> None:
-        os.kill(self.processes[number].pid or 0, signal_number)
-
-    def finish(self, killed: Sequence[int] = ()) -> Run:
-        """Wait until all processes have ended, those that are not killed well. Return the run."""
+    def wait(self) -> None:
+        """Wait until all processes have ended, and close the store."""
         try:
             deadline = time.monotonic() + WAIT_S
             for process in self.processes:
                 process.join(max(0.0, deadline - time.monotonic()))
-            ends = [0 if number not in killed else -signal.SIGKILL for number in range(len(self.processes))]
-            assert [process.exitcode for process in self.processes] == ends
         finally:
             self.close()
+
+    def kill(self, number: int, signal_number: signal.Signals = signal.SIGKILL) -> None:
+        os.kill(self.processes[number].pid or 0, signal_number)
+
+    def finish(self, killed: Sequence[int] = ()) -> Run:
+        """Wait until all processes have ended, those that were not killed with status 0. Return the run."""
+        self.wait()
+        ends = [0 if number not in killed else -signal.SIGKILL for number in range(len(self.processes))]
+        assert [process.exitcode for process in self.processes] == ends
         (path,) = (self.folder / "run").iterdir()
         return Run(path)
 
     def close(self) -> None:
-        for process in self.processes:
+        for process in (*self.processes, self._store):
             if process.pid is not None:
                 process.kill()
                 process.join()
@@ -91,11 +102,18 @@ class Ranks:
     def wait_for_step(self, step: int) -> None:
         wait_until(lambda: any(line["step"] >= step for line in self.lines()), timeout_s=WAIT_S)
 
+    def _serve(self) -> None:
+        store = serve_store("localhost", self._port, loopback=True, timeout_s=WAIT_S)
+        time.sleep(10 * WAIT_S)
+        del store
+
     def _run(self, rank: int | None) -> None:
         request: Request = self.request
         kept = str(self.folder / "kept")  # as the agent of a machine keeps values
         info = RankInfo(rank or 0, rank or 0, self.num_ranks, self.num_ranks, source="test", restart_file=kept)
-        store = dist.FileStore(str(self.folder / "store"), -1)
+        wait_until(lambda: is_listening(self._port), timeout_s=WAIT_S)
+        timeout = timedelta(seconds=WAIT_S)
+        store = dist.TCPStore("localhost", self._port, is_master=False, timeout=timeout, wait_for_workers=False)
         world = World(info, store, as_backend(request.config.backend))
         status = 1
         try:
@@ -108,6 +126,12 @@ class Ranks:
         finally:
             world.shutdown.report_before_exit(lambda: None)
             os._exit(status)  # skips the exit handlers of the tests' process
+
+
+def is_listening(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("localhost", port)):
+        return True
+    return False
 
 
 @pytest.fixture(scope="module")
@@ -315,8 +339,7 @@ def test_an_error_of_a_rank_is_no_loss(tmp_path: Path) -> None:
 
     with before_each_step(fail):
         ranks = Ranks(tmp_path / "out", 2, *ELASTIC, "parallel=ddp").start()
-        for process in ranks.processes:
-            process.join(WAIT_S)
+        ranks.wait()
     assert [process.exitcode for process in ranks.processes] == [1, 1]
     (path,) = (tmp_path / "out" / "run").iterdir()
     assert "ValueError: wrong" in Run(path).result["error"]
@@ -351,8 +374,7 @@ def test_a_signal_after_a_loss(whole: Run, tmp_path: Path) -> None:
 
     with before_each_step(act):
         ranks = Ranks(tmp_path / "out", 2, *ELASTIC, *STATEFUL, "parallel=ddp").start()
-        for process in ranks.processes:
-            process.join(WAIT_S)
+        ranks.wait()
     (path,) = (tmp_path / "out" / "run").iterdir()
     assert Run(path).result["state"] == "preempted"
     assert all_sound(path / "checkpoints")[-1] == "step_16"
