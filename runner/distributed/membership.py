@@ -69,7 +69,8 @@ class Membership:
         """own: this process. timeout_s: for a rank on another machine to respond."""
         self._store, self._own, self._timeout_s = dist.PrefixStore(KEYS, store), own, timeout_s
         self._members: list[Member] = []  # of this world
-        self._num_candidates, self._checked_at = 0, 0.0  # those that had registered when this world was formed
+        self._num_candidates = 0  # those that had registered when this world was formed
+        self._is_awaited, self._checked_at = False, 0.0
         self.number = 0
         self.copies: list[Copy] = []  # at most two, the newest last
         self.confirmed: int | None = None
@@ -106,10 +107,10 @@ class Membership:
 
     def is_awaited(self) -> bool:
         """Return True if a process waits to join. The store is read at most every JOIN_POLL_S."""
-        if time.monotonic() - self._checked_at < JOIN_POLL_S:
-            return False
-        self._checked_at = time.monotonic()
-        return self._store.add("candidates", 0) > self._num_candidates
+        if not self._is_awaited and time.monotonic() - self._checked_at >= JOIN_POLL_S:
+            self._checked_at = time.monotonic()
+            self._is_awaited = self._store.add("candidates", 0) > self._num_candidates
+        return self._is_awaited
 
     @property
     def has_begun(self) -> bool:
@@ -223,7 +224,7 @@ class Membership:
         here = [rank for rank, member in enumerate(members) if member.process.machine == self._own.machine]
         self._members = [replace(m, process=m.process.at(rank)) for rank, m in enumerate(members)]
         self._own = self._own.at(ranks[0])
-        self.number, self._num_candidates = number, facts["candidates"]
+        self.number, self._num_candidates, self._is_awaited = number, facts["candidates"], False
         self.start_step, self.reason = facts["step"], facts["reason"]
         self.copies = [copy for copy in self.copies if copy.step == self.start_step]
         self.confirmed = self.start_step

@@ -166,6 +166,27 @@ def kills(process: int, step: int) -> Act:
     return act
 
 
+def slowly(trainer: Trainer, batch: Any) -> None:
+    """Make steps last so long that the test can act before the run ends."""
+    time.sleep(0.05)
+
+
+def until_joined(folder: Path, size: int) -> Act:
+    """Return a function that lets a smaller world than `size` wait in step 12 until a process waits to join it.
+
+    Once the file `has-acted` exists in the folder, no world waits.
+    """
+
+    def act(trainer: Trainer, batch: Any) -> None:
+        slowly(trainer, batch)
+        membership, world = trainer.world.membership, trainer.world
+        assert membership is not None
+        if membership.number and world.rank == 0 and world.world_size < size and trainer.state.step >= 12:
+            wait_until(lambda: membership.is_awaited() or (folder / "has-acted").exists(), timeout_s=WAIT_S)
+
+    return act
+
+
 def in_call(owner: Any, name: str, after: bool) -> Callable[[pytest.MonkeyPatch, int, int], None]:
     """Return a function that lets a rank be killed before or after its next call of a function, from a step on."""
 
@@ -226,34 +247,32 @@ def test_others_go_on(
 
 @pytest.mark.fault("kill -9 of two of four ranks at once, one of them rank 0", outcome="went_on")
 def test_two_lost_at_once(whole: Run, tmp_path: Path) -> None:
-    ranks = Ranks(tmp_path / "out", 4, *ELASTIC, *STATEFUL, "parallel=ddp").start()
-    try:
-        ranks.wait_for_step(8)
-        for number in (0, 2):
-            ranks.kill(number)
-    except BaseException:
-        ranks.close()
-        raise
-    assert_equal(ranks.finish(killed=[0, 2]), whole)
+    with before_each_step(slowly):
+        ranks = Ranks(tmp_path / "out", 4, *ELASTIC, *STATEFUL, "parallel=ddp").start()
+        try:
+            ranks.wait_for_step(8)
+            for number in (0, 2):
+                ranks.kill(number)
+        except BaseException:
+            ranks.close()
+            raise
+        assert_equal(ranks.finish(killed=[0, 2]), whole)
 
 
 @pytest.mark.thorough
 @pytest.mark.fault("ranks that are lost and join: 2, 1, 3, 2 ranks in one run", outcome="went_on")
 def test_ranks_join(whole: Run, tmp_path: Path) -> None:
-    def slowly(trainer: Trainer, batch: Any) -> None:
-        time.sleep(0.05)  # so that the run does not end before the test has acted
-
-    with before_each_step(slowly):
+    with before_each_step(until_joined(tmp_path, 3)):
         ranks = Ranks(tmp_path / "out", 2, *ELASTIC, *STATEFUL, "parallel=ddp").start()
         try:
             ranks.wait_for_step(8)
             ranks.kill(0)
-            ranks.wait_for_step(ranks.lines()[-1]["step"] + 3)
+            log = next(ranks.folder.glob("run/*/log.txt"))
+            wait_until(lambda: "1 rank continued" in log.read_text(), timeout_s=WAIT_S)
             for _ in range(2):
                 ranks.start_another()
-            log = next(ranks.folder.glob("run/*/log.txt"))
             wait_until(lambda: "3 ranks continued" in log.read_text(), timeout_s=WAIT_S)
-            ranks.wait_for_step(ranks.lines()[-1]["step"] + 3)
+            (tmp_path / "has-acted").touch()
             ranks.kill(2)
         except BaseException:
             ranks.close()
@@ -288,7 +307,7 @@ def test_a_rank_that_does_not_respond(hangs: bool, whole: Run, tmp_path: Path) -
 @pytest.mark.fault("a rank of another machine that returns after the others have gone on", outcome="went_on")
 def test_an_excluded_rank_returns(whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "machine_id", lambda: f"machine {os.getpid()}")
-    with before_each_step(lambda trainer, batch: time.sleep(0.05)):
+    with before_each_step(until_joined(tmp_path, 2)):
         ranks = Ranks(tmp_path / "out", 2, *ELASTIC, *STATEFUL, "parallel=ddp", "backend.timeout_s=3").start()
         try:
             ranks.wait_for_step(8)
