@@ -66,7 +66,8 @@ class RunMirror:
                     self._upload_checkpoint(name)
         self._publish_wanted()
         self._retain()
-        for name, files in self._wanted.items():
+        if self._wanted:
+            name, files = next(iter(self._wanted.items()))
             raise StoreError(f"{CHECKPOINTS}/{name} waits for {', '.join(files)} of another machine", False)
 
     def left(self) -> list[str]:

@@ -18,7 +18,7 @@ class Launcher(ABC):
     queues: bool = False  # the jobs of a sweep are submitted together instead of launched one by one; see `Queue`
     started_on_each: bool = False  # the same command is started on several machines
     uses_machines: bool = False  # the processes are on machines of runner.launchers.machines
-    is_elastic: bool = False  # the other ranks go on if one is killed; see `elastic_every_steps`
+    is_elastic: bool = False  # the other ranks continue if one is killed; see `elastic_every_steps`
     is_remote: bool = False  # the run is on other machines, and `outputs` is a path there
     world_size: int | None = None  # number of processes that the launcher starts; None if it is not known in advance
     join_timeout_s: float = JOIN_TIMEOUT_S  # that a process waits for the others to join

@@ -40,7 +40,7 @@ class Ranks:
     num: int
     entrypoint: Callable[..., Any] | str
     args: Sequence[Any]
-    max_replaced: int | None = None  # how many lost ranks are replaced while the others go on; None: all end with one
+    max_replaced: int | None = None  # the lost ranks that are replaced while others continue; None: all end with one
 
 
 class _Agent(LocalElasticAgent):
@@ -48,8 +48,8 @@ class _Agent(LocalElasticAgent):
 
     A rank that exits with status 0 before its function returns has failed: torch would wait for its return value
     forever. Signals are handled once all ranks have been started: otherwise, this process would exit without the rank
-    that it is starting, which would then fail to open semaphores that no longer exist. If the ranks can go on without
-    a rank that is killed, it is replaced, `max_replaced` times (None: never), or left out: torch would end all ranks.
+    that it is starting, which would then fail to open semaphores that no longer exist. If the ranks can continue
+    without one that is killed, it is replaced, `max_replaced` times (None: never), or left out: torch would end all.
     """
 
     max_replaced: int | None = None
@@ -64,7 +64,7 @@ class _Agent(LocalElasticAgent):
         return started
 
     def _replace_killed(self, context: MultiprocessContext) -> bool:
-        """Replace the ranks that were killed. Return True if there were any, and the others go on."""
+        """Replace the ranks that were killed. Return True if there were any, and the others continue."""
         assert context._pc is not None and self.max_replaced is not None
         ranks = context._pc
         running = [process for process in ranks.processes if process.exitcode is None]

@@ -113,7 +113,7 @@ def check_queueable(task: Mapping[str, Any], choices: Mapping[str, str]) -> None
 
 
 def check_elastic(config: Config, choices: Mapping[str, str], launcher: Launcher) -> None:
-    """Raise InputError if the run cannot go on without a lost rank, as `elastic_every_steps` requires."""
+    """Raise InputError if the run cannot continue without a lost rank, as `elastic_every_steps` requires."""
     if config.elastic_every_steps is None:
         return
     setting = f"elastic_every_steps={config.elastic_every_steps}"

@@ -47,7 +47,7 @@ class OneMachine(StaticTCPRendezvous):
         return RendezvousInfo(dist.HashStore(), self.rank, self.world_size, address)
 
     def is_elastic(self) -> bool:
-        """Return True if the ranks of the current world can go on without one that is lost."""
+        """Return True if the ranks of the current world can continue without one that is lost."""
         store = self._ranks_store
         return store is not None and store.check([f"{world_prefix(self.get_run_id())}/{KEYS}/{FIRST}"])
 

@@ -24,7 +24,7 @@ from runner.records.attempts import KILLED, Attempt, append_attempt, parse_attem
 from runner.records.run_files import read_mapping, without_links
 
 HEARTBEAT_S = 5.0
-CHECK_S = 1.0  # between checks before a file is written; a rank that others go on without was silent for longer
+CHECK_S = 1.0  # between checks before a file is written; a rank without which others continue was silent for longer
 DEAD_AFTER_S = 60.0
 POLL_S = 0.2
 _NAME = re.compile(r"holder-(\d+)\.json")

@@ -144,10 +144,10 @@ def test_a_killed_rank_is_replaced_and_the_run_continues_in_its_directory(
 
 
 @pytest.mark.fault(
-    "kill -9 of ranks, of which the launcher replaces the first while the others go on", outcome="went_on"
+    "kill -9 of ranks, of which the launcher replaces the first while the others continue", outcome="went_on"
 )
 @pytest.mark.thorough
-def test_others_go_on_without_a_killed_rank(commands: Commands, tmp_path: Path) -> None:
+def test_others_continue_without_a_killed_rank(commands: Commands, tmp_path: Path) -> None:
     long = (*TINY, "epochs=10", "eval_every=10", "precision=fp64")
     whole = run(tmp_path / "here", 2, *long, "backend=gloo")
     write_files(tmp_path, SLOW)

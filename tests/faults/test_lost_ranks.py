@@ -1,4 +1,4 @@
-"""Ranks that are lost, stopped or join while the others go on: the run equals one that nothing has disturbed."""
+"""Ranks that are lost, stopped or join while the others continue: the run equals one that nothing has disturbed."""
 
 import functools
 import multiprocessing
@@ -224,7 +224,7 @@ MOMENTS = {
 }
 
 
-@pytest.mark.fault("kill -9 of a rank, which the others go on without", outcome="went_on")
+@pytest.mark.fault("kill -9 of a rank, without which the others continue", outcome="went_on")
 @pytest.mark.parametrize(
     ("moment", "process", "mode"),
     [
@@ -233,7 +233,7 @@ MOMENTS = {
         ("after a sum", 1, "allreduce"),
     ],
 )
-def test_others_go_on(
+def test_others_continue(
     moment: str, process: int, mode: str, whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     MOMENTS[moment](monkeypatch, process, 10)
@@ -304,7 +304,7 @@ def test_a_rank_that_does_not_respond(hangs: bool, whole: Run, tmp_path: Path) -
     assert "it was killed with SIGKILL: 1 rank continued after step" in text
 
 
-@pytest.mark.fault("a rank of another machine that returns after the others have gone on", outcome="went_on")
+@pytest.mark.fault("a rank of another machine that returns after the others have continued", outcome="went_on")
 def test_an_excluded_rank_returns(whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "machine_id", lambda: f"machine {os.getpid()}")
     with before_each_step(until_joined(tmp_path, 2)):

@@ -105,12 +105,12 @@ def test_a_nan_loss_stops_all_ranks_and_the_error_names_rank_step_and_samples(
     ranks = RANKS.get(mode, 2)
     with pytest.raises(RankError, match="loss is nan"):
         run(tmp_path, ranks, folder, *SMALL, "data.bad=[22]", f"parallel={mode}")
-    told = assert_stopped(tmp_path, 3)
+    message = assert_stopped(tmp_path, 3)
     rank = {"none": "0", "dp": "0", "ps": "2", "tp": "[01]"}.get(mode, "1")  # tp: both read the same samples
-    assert re.search(f"rank {rank}, step 3, epoch 1: loss is nan; stopped before its update", told)
+    assert re.search(f"rank {rank}, step 3, epoch 1: loss is nan; stopped before its update", message)
     own = "16, 17, 18, 19, 20, 21, 22, 23" if ranks == 1 or mode in ("tp", "pipeline") else "20, 21, 22, 23"
-    assert f"the samples of this rank are {own}; not finite themselves are 22\n" in told
-    assert "Traceback" not in told and len(told.splitlines()) == 4
+    assert f"the samples of this rank are {own}; not finite themselves are 22\n" in message
+    assert "Traceback" not in message and len(message.splitlines()) == 4
 
 
 @pytest.mark.fault("NaN in a gradient", outcome="refused")
@@ -119,9 +119,9 @@ def test_a_gradient_that_is_not_finite_stops_the_run(ranks: int, tmp_path: Path,
     mode = "parallel=none" if ranks == 1 else "parallel=allreduce"
     with pytest.raises(RankError, match="the gradient of loss is not finite, though this rank's part of the loss is"):
         run(tmp_path, ranks, folder, *SMALL, "data.bad=[11]", "data.value=100", "objective=rooted", mode)
-    told = assert_stopped(tmp_path, 2)
-    assert "the samples of the step are 8, 9, 10, 11, 12, 13, 14, 15\n" in told
-    assert "no response from" not in told
+    message = assert_stopped(tmp_path, 2)
+    assert "the samples of the step are 8, 9, 10, 11, 12, 13, 14, 15\n" in message
+    assert "no response from" not in message
 
 
 @pytest.mark.fault("NaN in the loss, which the host reads a step later", outcome="refused")
@@ -134,9 +134,9 @@ def test_if_the_loss_is_read_a_step_later_no_checkpoint_contains_its_update(
     words = (*SMALL, "data.bad=[22]", f"checkpoint.every_steps={every_steps}", "parallel=ddp")
     with pytest.raises(RankError, match="loss is nan"):
         run(tmp_path, 2, folder, *words)
-    told = assert_stopped(tmp_path, 3) if every_steps == "1" else the_run(tmp_path).result["error"]
-    assert "rank 1, step 3, epoch 1: loss is nan; stopped before a checkpoint contains its update" in told
-    assert "not finite themselves are 22\n" in told and len(told.splitlines()) == 4
+    message = assert_stopped(tmp_path, 3) if every_steps == "1" else the_run(tmp_path).result["error"]
+    assert "rank 1, step 3, epoch 1: loss is nan; stopped before a checkpoint contains its update" in message
+    assert "not finite themselves are 22\n" in message and len(message.splitlines()) == 4
     assert not list_checkpoints(the_run(tmp_path).path / "checkpoints")[2:]
     assert [line["step"] for line in the_run(tmp_path).lines] == [1, 2]
 
@@ -233,17 +233,17 @@ def test_a_loss_spike_stops_the_run_or_is_skipped_also_after_a_resume(tmp_path: 
 def test_on_nonfinite_go_on_continues_and_options_without_effect_are_refused(tmp_path: Path, folder: str) -> None:
     left = run(tmp_path, 1, folder, *SMALL, "data.bad=[22]", "on_nonfinite=go_on", "checkpoint.every_steps=null")
     assert left.result["state"] == "finished"
-    for words, told in (
+    for words, message in (
         (("loss_spike=3", "on_nonfinite=go_on"), "loss_spike=3 has no effect with on_nonfinite=go_on"),
         (("loss_spike=1",), "loss_spike=1 must be above 1"),
     ):
-        with pytest.raises(InputError, match=told):
+        with pytest.raises(InputError, match=message):
             configure(*words)
-    for words, told in (
+    for words, message in (
         (("parallel=local_sgd", "on_nonfinite=skip"), "on_nonfinite=skip: under parallel=local_sgd"),
         (("parallel=ps", "parallel.updates=async", "on_nonfinite=skip"), "updates=async applies gradients at once"),
     ):
-        with pytest.raises(RankError, match=told):
+        with pytest.raises(RankError, match=message):
             run(tmp_path / "refused", 2, folder, *SMALL, *words)
 
 
