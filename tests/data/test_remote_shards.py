@@ -1,6 +1,7 @@
 """data=shards with an address: the samples and steps of local shards, and one message for each failure."""
 
 import json
+import resource
 import subprocess
 import sys
 from dataclasses import replace
@@ -54,6 +55,24 @@ def test_samples_are_those_of_local_shards(tmp_path: Path, bucket: Bucket) -> No
         assert all(map(torch.equal, data[index], local[index]))
     in_files = Shards("train", [8], 4, (tmp_path / "root").as_uri(), cache_dir=str(tmp_path / "cache"))
     assert all(map(torch.equal, in_files[3], local[3]))
+
+
+@pytest.mark.fault("a cache of shards without space", outcome="refused")
+def test_a_cache_without_space_is_named(tmp_path: Path, bucket: Bucket) -> None:
+    save_vectors(tmp_path / "root", SIZES)
+    address, cache = upload(bucket, tmp_path / "root"), tmp_path / "cache"
+    data = opened(address, cache, bucket)
+    for block in (cache / "blocks").iterdir():
+        block.unlink()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, limits[1]))  # also of the process that copies the block
+    try:
+        with pytest.raises(ValueError, match=r"cache_dir=.*/cache: .* cannot be copied there \(File too large\)"):
+            data[20]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path for path in (cache / "blocks").iterdir() if path.is_file()] == []
+    assert len(data[20]) == 2  # once there is space
 
 
 def test_blocks_are_requested_once_and_the_cache_is_bounded(
