@@ -27,7 +27,8 @@ def main() -> int:
             with contextlib.suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     # A rank skips Python's finalization: it takes 0.7 s, and torch aborts the process if a thread waits for the store.
-    if "RANK" in os.environ or "SLURM_STEP_ID" in os.environ:
+    # Ray aborts it too, if its thread still tries to reach an address that is not a cluster.
+    if "RANK" in os.environ or "SLURM_STEP_ID" in os.environ or "ray" in sys.modules:
         atexit._run_exitfuncs()
         os._exit(status)
     return status

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from runner.checkpoints.changed_files import ChangedFiles
-from runner.checkpoints.layout import MANIFEST, STEP, FileRecord, list_checkpoints, read_manifest, step_of
+from runner.checkpoints.layout import MANIFEST, STEP, FileRecord, best_steps, list_checkpoints, read_manifest, step_of
 from runner.checkpoints.part_mirror import WANTED
 from runner.records.run_directory import CHECKPOINTS
 from runner.remote.object_lock import ObjectLock
@@ -157,9 +157,17 @@ class RunMirror:
             self._wanted.pop(name, None)
 
     def _retain(self) -> None:
-        """Delete the checkpoints that the run has removed, the oldest first, but never more than are replaced."""
+        """Delete the checkpoints that the run has removed, the oldest first, but never more than are replaced.
+
+        Once the run has removed one, it has as many as it keeps. So older ones are deleted too, which are not local
+        because an earlier attempt ended before it deleted them, or because another machine made them.
+        """
         local = self._local()
-        removed = {name for name in self._remote if name in self._seen and name not in local}
+        gone = self._seen - {*local}
+        newest_gone = max(map(_step_of, gone), default=0)
+        removed = gone & self._remote.keys()
+        if older := {name for name in self._remote.keys() - {*local} if _step_of(name) < newest_gone}:
+            removed |= older - {f"step_{step}" for step in best_steps(self._directory)}
         if set(local) - self._first:  # later ones belong to an attempt whose uploads ended after this one began
             newest = step_of(Path(local[0]))
             removed |= {name for name in self._remote.keys() - {*local} if _step_of(name) > newest}

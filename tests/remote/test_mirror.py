@@ -212,6 +212,15 @@ def test_files_that_could_not_be_uploaded_are_named_and_uploaded_by_the_next_att
     assert objects(bucket, resumed.path) == local_files(resumed.path)
 
 
+def test_checkpoints_that_an_earlier_attempt_has_not_deleted_are_deleted(bucket: Bucket, tmp_path: Path) -> None:
+    done = run(tmp_path / "work", 1, *SMALL, "epochs=3", *bucket.overrides(tmp_path / "local"))
+    store = store_of(bucket, f"runs/run/{done.path.name}")
+    for file in (done.path / "checkpoints" / "step_48").iterdir():
+        store.put(f"checkpoints/step_4/{file.name}", file)
+    resumed = run(tmp_path / "work", 1, f"resume={done.path}", "epochs=4", f"remote.local_dir={tmp_path / 'local'}")
+    assert objects(bucket, resumed.path) == local_files(resumed.path)
+
+
 def test_a_run_fails_when_its_store_fails_for_longer_than_the_patience(
     bucket: Bucket, proxy: Proxy, tmp_path: Path
 ) -> None:

@@ -115,14 +115,17 @@ def test_images_are_written_unchanged_to_a_bucket(bucket: Bucket, commands: Comm
 
 
 def test_shards_in_a_bucket_are_written_again(bucket: Bucket, commands: Commands, tmp_path: Path) -> None:
-    """In shards of another size, at another address, and in the first order again."""
+    """In shards of another size, at another address, and in the first order again.
+
+    The commands are not forked from this process, which may have used a store.
+    """
     first, second, store = (f"s3://{bucket.name}/first", f"s3://{bucket.name}/second", bucket.overrides(tmp_path)[2])
     words = ("task=shards", "split=val", "task.shuffle=false", store)
-    done = commands.forked(*words, "data=digits", f"task.output={first}", "task.samples_per_shard=100")
+    done = commands.runner(*words, "data=digits", f"task.output={first}", "task.samples_per_shard=100")
     assert done.returncode == 0, done.stderr
     sizes = ("data.sample_shape=[1,28,28]", "data.num_outputs=10")
     words += ("data=shards", f"data.root={first}", *sizes, "task.samples_per_shard=150", "task.num_processes=2")
-    done = commands.forked(*words, f"task.output={second}")
+    done = commands.runner(*words, f"task.output={second}")
     assert done.returncode == 0, done.stderr
     assert f"3 of 360 samples in {second}/val, of which 3 were written now" in done.stdout
     cache, options = str(tmp_path / "cache"), bucket.options()
