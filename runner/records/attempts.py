@@ -25,8 +25,8 @@ def user_name() -> str:
 
 
 def utc_now() -> str:
-    """Return the time as 2026-11-22T06:18:30+00:00."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
+    """Return the time as 2026-11-22T06:18:30.125+00:00."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
 @dataclass

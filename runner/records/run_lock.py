@@ -119,7 +119,10 @@ def _record_killed(directory: Path, path: Path) -> None:
     """Append the attempt of a dead owner to attempts.jsonl, and remove its lock file."""
     attempt, last_touched = parse_attempt(_read(path)), _mtime(path)
     if attempt is not None and all(other.number != attempt.number for other in read_attempts(directory)):
-        attempt.state, attempt.ended = KILLED, datetime.fromtimestamp(last_touched, UTC).isoformat(timespec="seconds")
+        attempt.state, attempt.ended = (
+            KILLED,
+            datetime.fromtimestamp(last_touched, UTC).isoformat(timespec="milliseconds"),
+        )
         append_attempt(directory, attempt)
     path.unlink(missing_ok=True)
 

@@ -11,7 +11,7 @@ from worlds import Run, build_experiment, configure, run
 
 from runner.planning import costs
 from runner.records import run_directory
-from runner.records.attempts import Attempt, append_attempt, seconds_of
+from runner.records.attempts import Attempt, append_attempt, read_attempts, seconds_of
 from runner.tasks import train
 from runner.training.build import Experiment
 
@@ -35,6 +35,9 @@ def test_repeated_steps_and_earlier_attempts_lower_the_goodput(tmp_path: Path, m
     first = run(tmp_path, 1, *TINY, "max_steps=4")
     before = productive_s(first)
     assert 0 < first.result["goodput"] < 1 and first.values("perf/goodput").keys() == {1, 2, 3, 4}
+    recorded = [*read_attempts(first.path)]
+    assert all("." in f"{each.started}{each.ended}".partition("T")[2] for each in recorded)  # milliseconds
+    assert seconds_of(first.path) > before
     monkeypatch.setattr(run_directory, "seconds_of", lambda directory: 1000.0)
     resumed = run(tmp_path, 1, f"resume={first.path}", "max_steps=6")
     after = productive_s(resumed)
