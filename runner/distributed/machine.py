@@ -74,11 +74,13 @@ def choose_devices(world: World) -> list[str]:
         return []
     is_bound = bool(uuids) and uuids.isdisjoint(itertools.chain.from_iterable(map(json.loads, others)))
     first = 0 if is_bound else world.rank_info.local_rank * num_devices
-    if (uuids and not is_bound) or first + num_devices > torch.cuda.device_count():
+    if world.backend.name == "gloo" and num_devices == 1:  # NCCL does not accept two ranks on one GPU
+        first %= torch.cuda.device_count()
+    elif (uuids and not is_bound) or first + num_devices > torch.cuda.device_count():
         need = "a GPU each" if num_devices == 1 else f"{num_devices} GPUs each, {num_ranks * num_devices} together"
         return [
             f"{num_ranks} ranks on this machine need {need}, but there are {torch.cuda.device_count()}; "
-            "start fewer, or try backend=gloo"
+            "start fewer, or try backend=gloo, which computes on the CPU"
         ]
     world.devices = [torch.device("cuda", first + number) for number in range(num_devices)]
     return []

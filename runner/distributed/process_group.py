@@ -7,6 +7,7 @@ from concurrent import futures
 from contextlib import ExitStack, closing
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from runner.distributed.backend import Backend
 from runner.distributed.environment import IMAGINED, RankInfo
+from runner.distributed.failures.flight_recorder import BUFFER
 from runner.distributed.failures.peer_failure import PeerMissing
 from runner.distributed.local import exchange
 from runner.distributed.local.local_ranks import LocalRanks
@@ -26,6 +28,7 @@ from runner.process.daemon_thread import call_in_daemon
 log = logging.getLogger(__name__)
 
 DESTROY_S = 20.0
+NCCL_EXTRA_S = 60.0  # from the timeout until NCCL terminates the process, if the watchdog has not done so
 POLL_S, LOST_S = 0.1, 2.0  # between checks for lost ranks, and for a group to form nevertheless
 
 
@@ -59,6 +62,11 @@ class ProcessGroup:
                 device_id=device if device.type == "cuda" else None,
             )
         )
+        if "nccl" in dist.get_backend_config():
+            # By default, NCCL's thread terminates the process when the watchdog begins to examine the failure.
+            assert dist.group.WORLD is not None
+            nccl: Any = dist.group.WORLD._get_backend(device)
+            nccl._set_default_timeout(timeout + timedelta(seconds=NCCL_EXTRA_S))
         if self._local_ranks.own is None:
             return
         with closing(Listener(self._local_ranks.own)) as listener:
@@ -110,7 +118,7 @@ class ProcessGroup:
         gather = partial(self._store.gather, "addresses")
         variables = choose_interface(self._rank_info, backend.interface, gather)
         # Lets gloo read the addresses of all ranks in one operation of the store, not in two operations for each.
-        variables |= {"GLOO_ENABLE_STORE_V2_API": "1"}
+        variables |= {"GLOO_ENABLE_STORE_V2_API": "1", **BUFFER}
         environment = ExitStack()
         environment.enter_context(environment_variables(variables, override=backend.interface is not None))
         self.on_leave(lambda went_well: environment.close())

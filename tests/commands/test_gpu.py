@@ -85,6 +85,93 @@ def test_no_step_waits_for_the_gpu(parallel: str, options: tuple[str, ...], tmp_
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+RECORDED = """
+import datetime, os, time, torch, torch.distributed as dist
+from runner.distributed.failures.flight_recorder import BUFFER, oldest_pending
+
+os.environ.update(BUFFER)
+start = time.time_ns()
+store = dist.HashStore()
+dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
+dist.group.WORLD._get_backend(torch.device("cuda", 0))._set_default_timeout(datetime.timedelta(seconds=60))
+sums = torch.ones(9, device="cuda")
+dist.all_reduce(sums)
+torch.cuda.synchronize()
+torch.cuda._sleep(10**10)  # cycles: some seconds, in which the next collective cannot begin
+
+def call_late():
+    dist.all_reduce(sums)
+
+called_ns = time.time_ns()
+call_late()
+pending = oldest_pending(called_ns)
+assert pending.name == "nccl:all_reduce" and pending.shapes == [[9]] and " in call_late" in pending.called_at, pending
+torch.cuda.synchronize()
+end = time.monotonic() + 60
+while oldest_pending(start) and time.monotonic() < end:  # NCCL's thread has to notice
+    time.sleep(0.1)
+assert oldest_pending(start) is None
+dist.destroy_process_group()
+"""
+
+
+def test_flight_recorder_names_a_collective_that_has_not_completed(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", RECORDED]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+RANK_1_HANGS = """
+import os, runpy, sys, time
+from runner.training.trainer import Trainer
+
+step = Trainer.step
+
+def hang_or_step(self, batch):
+    if os.environ["RANK"] == "1" and self.state.step > 5:
+        time.sleep(600)
+    step(self, batch)
+
+Trainer.step = hang_or_step
+sys.argv[0] = "runner"
+runpy.run_module("runner", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        ("backend=gloo", "backend.device=cuda"),  # two ranks share a GPU
+        pytest.param(
+            ("backend=nccl",), marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+        ),
+    ],
+)
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_hung_rank_is_named_with_the_collective(parallel: str, backend: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "hang.py").write_text(RANK_1_HANGS)
+    words = (*SMALL, "batch_size=64", "max_steps=20", f"parallel={parallel}", *backend, "backend.timeout_s=10")
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "hang.py"]
+    done = subprocess.run([*start, *words], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1, done.stdout + done.stderr
+    (path,) = (tmp_path / "outputs" / "run").iterdir()
+    result = json.loads((path / "result.json").read_text())
+    assert result["state"] == "failed"
+    lines = result["error"].splitlines()
+    assert lines[-1].startswith("no response from rank 1 on ") and " in hang_or_step; its stacks are in" in lines[-1]
+    assert any(line.startswith("rank 0 waited for other ranks, in step ") for line in lines)
+    assert backend[0] != "backend=nccl" or "nccl:" in lines[0], lines[0]
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "allreduce", "fsdp", "zero", "local_sgd"])
+def test_two_ranks_of_gloo_share_a_gpu(parallel: str, tmp_path: Path) -> None:
+    warmup = ("parallel.warmup_steps=100",) if parallel == "local_sgd" else ()
+    _, expected = train(tmp_path / "cpu", *BRIEF, "backend=gloo")
+    options = (f"parallel={parallel}", *warmup, "backend=gloo", "backend.device=cuda")
+    _, losses = train(tmp_path / "gpu", *BRIEF, *options, nproc=2)
+    assert losses == pytest.approx(expected, rel=1e-9)
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_batch_norm_is_synchronized_over_gpus(tmp_path: Path) -> None:
     _, expected = train(tmp_path / "one", *BRIEF)

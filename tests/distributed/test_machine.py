@@ -65,7 +65,12 @@ def test_threads_set_by_the_user_are_kept(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def devices_of_ranks(
-    path: Path, monkeypatch: pytest.MonkeyPatch, visible: list[list[int]], local_ranks: list[int], each: int = 1
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    visible: list[list[int]],
+    local_ranks: list[int],
+    each: int = 1,
+    backend: str = "auto",
 ) -> list[tuple[list[str], list[str]]]:
     """Return messages and devices of each rank if rank r sees GPUs visible[r] of the machine."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -77,7 +82,7 @@ def devices_of_ranks(
         )
         rank_info = RankInfo(rank, local_ranks[rank], world_size, world_size, source="test")
         store = dist.FileStore(str(path / "store"), world_size)
-        world = World(rank_info, store, Backend(device="cuda", devices_per_rank=each))
+        world = World(rank_info, store, Backend(backend, "cuda", devices_per_rank=each))
         world.begin_job(world.backend)
         messages = choose_devices(world)
         return messages, [str(device) for device in world.devices]
@@ -108,5 +113,11 @@ def test_rank_uses_a_gpu_that_only_it_can_see(
 
 def test_one_gpu_for_two_ranks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     message = "2 ranks on this machine need a GPU each, but there are 1; start fewer, or try backend=gloo"
+    message += ", which computes on the CPU"
     chosen = devices_of_ranks(tmp_path, monkeypatch, [[3], [3]], [0, 0])
     assert [messages for messages, _ in chosen] == [[message]] * 2
+
+
+def test_ranks_of_gloo_share_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = devices_of_ranks(tmp_path, monkeypatch, [[3, 4]] * 3, [0, 1, 2], backend="gloo")
+    assert chosen == [([], ["cuda:0"]), ([], ["cuda:1"]), ([], ["cuda:0"])]

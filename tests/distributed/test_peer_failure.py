@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import re
 import signal
 import socket
@@ -9,6 +10,7 @@ import stat
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from worlds import MODES, configure
 
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import RankInfo
-from runner.distributed.failures import shutdown, watchdog
+from runner.distributed.failures import flight_recorder, shutdown, watchdog
 from runner.distributed.failures.shutdown import Shutdown
 from runner.distributed.world import World
 from runner.distributed.world_store import WorldStore
@@ -220,6 +222,43 @@ def test_hung_rank_is_named_with_its_stacks_and_killed(
     (waiting,) = [line for line in result["error"].splitlines() if " waited for other ranks" in line][:1]
     assert " in step 1" in waiting or " in step 9" in waiting
     assert mode not in NORMALISED or ("PeerMissing: " in result["error"] and "batch_norm_over_ranks.py" in waiting)
+
+
+def record_as_for_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let waits for gloo never time out, as those for NCCL, and read the recorder of gloo in place of NCCL's."""
+    init = dist.init_process_group
+    monkeypatch.setattr(
+        dist,
+        "init_process_group",
+        lambda *args, **options: init(*args, **options | {"timeout": timedelta(seconds=600)}),
+    )
+    monkeypatch.setattr(
+        flight_recorder,
+        "recorded",
+        lambda: pickle.loads(torch._C._distributed_c10d._dump_fr_trace())["entries"],  # type: ignore[attr-defined]
+    )
+
+
+@pytest.mark.fault("a rank hangs while the others wait for their GPU", outcome="refused")
+@pytest.mark.skipif(
+    not hasattr(torch._C._distributed_c10d, "_dump_fr_trace"), reason="this torch has no recorder of gloo"
+)
+def test_collective_that_a_gpu_waits_for_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record_as_for_nccl(monkeypatch)
+    statuses = train(tmp_path, "fsdp", 3, 1, "step", sleep_too_long, HANG_TIMEOUT_S)
+    assert statuses == [1, -signal.SIGKILL, 1]
+    path, result = read_result(tmp_path)
+    first, *lines = result["error"].splitlines()
+    assert re.search(r"gloo:all_gather of \[\[\d+\]\] in the group \w+, called at /.+:\d+ in \w+, has not", first)
+    waiting = "\n".join(line for line in lines if " waited for other ranks, in step " in line)
+    assert re.search(r", at /.+:\d+ in \w+, in gloo:all_gather", waiting)
+    assert f"no response from rank 1 on {socket.gethostname()}" in lines[-1]
+    assert f"in sleep_too_long; its stacks are in {path / 'logs' / 'rank_1.stacks.txt'}" in lines[-1]
+    assert " in sleep_too_long\n" in (path / "logs" / "rank_1.stacks.txt").read_text()
+    reported = "".join(capfd.readouterr())
+    assert reported.count(lines[-1]) == (path / "log.txt").read_text().count(lines[-1]) == 1, reported
 
 
 @pytest.mark.fault("ranks wait for different collectives", outcome="refused")

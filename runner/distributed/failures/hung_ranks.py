@@ -3,6 +3,7 @@
 import contextlib
 import re
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -77,8 +78,14 @@ def save_stacks(process: RankProcess, directory: Path | None) -> str:
 
 def raised_at(trace: TracebackType | None) -> str:
     """Return FILE:LINE in FUNCTION of the innermost frame that belongs neither to torch nor to an exchange."""
-    frames = [frame for frame in traceback.extract_tb(trace) if not _is_in(frame.filename, _INTERNAL)]
-    return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+    frames = reversed(traceback.extract_tb(trace))
+    return position_in((frame.filename, frame.lineno or 0, frame.name) for frame in frames)
+
+
+def position_in(calls: Iterable[tuple[str, int, str]]) -> str:
+    """Return FILE:LINE in FUNCTION of the first of these calls that is in neither torch nor an exchange; "" if none."""
+    outside = (call for call in calls if not _is_in(call[0], _INTERNAL))
+    return next((f"{file}:{line} in {function}" for file, line, function in outside), "")
 
 
 def _stacks_file(process: RankProcess, directory: Path) -> Path:
