@@ -1,8 +1,9 @@
 """A copy of the state that training no longer changes: to be written in the background, or kept in memory."""
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -36,17 +37,25 @@ class Snapshot:
     """
 
     def __init__(self) -> None:
-        self._memory: dict[str, torch.Tensor] = {}
+        self._memory: dict[Hashable, torch.Tensor] = {}
 
     def of(self, local: LocalState) -> LocalState:
         """Return a copy of the state. It is valid until the next call."""
-        old, self._memory = self._memory, {}
+        copies = self.allocate({name: chunk.tensor for name, chunk in local.chunks.items()})
         for name, chunk in local.chunks.items():
-            tensor, memory = chunk.tensor, old.get(name)
-            if memory is None or memory.shape != tensor.shape or memory.dtype != tensor.dtype:
-                memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            self._memory[name] = memory.copy_(tensor, non_blocking=True)
+            copies[name].copy_(chunk.tensor, non_blocking=True)
         for device in {chunk.tensor.device for chunk in local.chunks.values() if chunk.tensor.is_cuda}:
             torch.cuda.synchronize(device)
-        chunks = {name: LocalChunk(self._memory[name], chunk.offsets) for name, chunk in local.chunks.items()}
+        chunks = {name: LocalChunk(copies[name], chunk.offsets) for name, chunk in local.chunks.items()}
         return replace(local, chunks=chunks)
+
+    def allocate(self, tensors: Mapping[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
+        """Return memory on the CPU for tensors such as these. It is valid until the next call."""
+        allocated = {}
+        for key, tensor in tensors.items():
+            memory = self._memory.get(key)
+            if memory is None or memory.shape != tensor.shape or memory.dtype != tensor.dtype:
+                memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            allocated[key] = memory
+        self._memory = {**allocated}
+        return allocated

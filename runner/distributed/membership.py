@@ -95,9 +95,9 @@ class Membership:
     def copy_of(self, step: int | None) -> Copy | None:
         return next((copy for copy in self.copies if copy.step == step), None)
 
-    def owner_of_copy(self) -> int:
-        """Return the lowest rank that has the copy from which this world continues."""
-        return next(rank for rank, member in enumerate(self._members) if self.start_step in member.kept)
+    def drop_copies(self) -> None:
+        """Continue from the newest checkpoint, because the ranks that are left do not have the whole state."""
+        self.copies, self.start_step, self.confirmed = [], None, None
 
     def describe(self) -> str:
         """Return a line about why this world was formed, and from which step it continues."""

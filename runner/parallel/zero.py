@@ -17,6 +17,8 @@ class Zero(Parallel):
 
     needs_group = True
     splits_parameters = True
+    splits_optimizer_state = True
+    is_elastic = True
     supported_objectives = "several_losses"
 
     def __init__(self, parameters_as_bucket_view: bool = False, find_unused_parameters: bool = False):

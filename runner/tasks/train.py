@@ -156,9 +156,10 @@ def _first_state(
 ) -> TrainState:
     """Load what the run continues from: a copy in memory, its newest checkpoint or nothing. Return its position."""
     copied = restore_copy(directory.checkpoints, parallel_model, callbacks, world)
-    if copied is not None and world.membership is not None:
+    if world.membership is not None and world.membership.number:
         directory.attempt.reason = world.membership.describe()
         log.warning("%s", directory.attempt.reason)
+    if copied is not None:
         return copied
     if list_checkpoints(directory.checkpoints):
         state = restore(directory.checkpoints, parallel_model, callbacks, world, config.init_from.path)

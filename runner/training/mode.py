@@ -175,7 +175,8 @@ class Parallel(ABC):
         splits_outputs: The option by which no rank has the whole outputs of a sample; empty if a rank has them.
         fails_at_once: If a rank fails, the others fail immediately, so that `micro_batches=auto` can restart the job.
             False if mesh groups or RPC make them wait for it until `backend.timeout_s`.
-        is_elastic: Each rank has the whole state, so that the others can continue without it.
+        is_elastic: The other ranks can continue without a lost one, because each has all parameters.
+        splits_optimizer_state: Each rank has only a part of the optimizer's state.
     """
 
     refusals: Sequence[Refusal] = ()
@@ -195,6 +196,7 @@ class Parallel(ABC):
     splits_outputs: str = ""
     fails_at_once: bool = True
     is_elastic: bool = False
+    splits_optimizer_state: bool = False
 
     def axes(self, world_size: int) -> Axes:
         """Return the mesh of a world of this size. Raises ValueError with the rule and the nearest sizes that fit."""
@@ -240,8 +242,14 @@ def resolve(parallel: Parallel, config: Config, world_size: int) -> Parallel:
     ]
     if config.elastic_every_steps is not None and not mode.is_elastic:
         refused.append(
-            f"elastic_every_steps={config.elastic_every_steps} needs a mode in which each rank has the whole state; "
-            "try parallel=ddp or allreduce"
+            f"elastic_every_steps={config.elastic_every_steps} needs a mode in which each rank has all parameters; "
+            "try parallel=ddp, allreduce or zero"
+        )
+    if config.elastic_every_steps is not None and config.sync_batchnorm is False:
+        refused.append(
+            f"elastic_every_steps={config.elastic_every_steps} does not work with sync_batchnorm=false, because the "
+            "statistics of a lost rank would be lost, and later ones depend on the number of ranks; try "
+            "sync_batchnorm=auto"
         )
     messages = [*dict.fromkeys(refused)]  # two axes of a mesh may refuse the same
     messages += check_batch(config.batch_size, config.micro_batches, mode.resolved_axes.micro_batches)

@@ -16,7 +16,7 @@ from runner.input.checksum import NUM_STEPS
 from runner.input.sampler import count_steps
 from runner.objectives.objective import begin_passes
 from runner.training.build import Experiment
-from runner.training.callbacks.contract import STOPS, Callbacks, Outcome, Progress, RunInfo, Update
+from runner.training.callbacks.contract import STOPS, Callback, Callbacks, Outcome, Progress, RunInfo, Update
 from runner.training.evaluation import evaluate
 from runner.training.mode import ParallelModel
 from runner.training.replay import Replay
@@ -47,7 +47,10 @@ class Trainer:
         self.step_log = StepLog(self.config, self.experiment, self.world, self.meter)
         self.replay = Replay(self.config.replay_every_steps, self.experiment.recipe, self.world)
         every_steps = self.config.elastic_every_steps
-        self.copies = StateCopies(every_steps, self.parallel_model, self.callbacks, self.world)
+        has_parts = self.experiment.parallel.splits_optimizer_state or any(
+            type(callback).state is not Callback.state for callback in self.experiment.callbacks.values()
+        )
+        self.copies = StateCopies(every_steps, self.parallel_model, self.callbacks, self.world, has_parts)
 
     @property
     def stopped(self) -> bool:

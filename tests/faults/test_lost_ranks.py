@@ -1,6 +1,7 @@
 """Ranks that are lost, stopped or join while the others continue: the run equals one that nothing has disturbed."""
 
 import functools
+import itertools
 import multiprocessing
 import os
 import random
@@ -19,9 +20,13 @@ import torch.distributed as dist
 from commands import free_port, wait_until
 from fault_rig import OVERRIDES, all_sound, before_each_step
 from ranks import RankError
+from sample_log import samples_of
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from worlds import Run, configure, run
 
+from runner import Callback
 from runner.checkpoints import save
+from runner.checkpoints.saved_state import LocalState, SavedState
 from runner.config.request import Request
 from runner.distributed.backend import as_backend
 from runner.distributed.collectives import Collectives
@@ -33,7 +38,9 @@ from runner.distributed.world import World
 from runner.errors import InputError
 from runner.jobs.job import run_job
 from runner.parallel.parameter_update import ParameterUpdate
+from runner.training import state_copies
 from runner.training import trainer as training
+from runner.training.callbacks.contract import Outcome, Progress, RunInfo, Update
 from runner.training.state_copies import StateCopies
 from runner.training.trainer import Trainer
 
@@ -42,6 +49,8 @@ NUM_STEPS = 30
 ELASTIC = (*OVERRIDES, f"max_steps={NUM_STEPS}", "precision=fp64", "threads=1", "elastic_every_steps=1")
 # What adds state: averaged weights, sums over the whole batch, evaluations within an epoch, micro-batches.
 STATEFUL = ("ema.decay=0.9", "clip_grad_norm=1", "eval_every_steps=4", "micro_batches=2", "train_metrics=true")
+LOGGED = ("+callbacks.log._target_=sample_log.SampleLog",)
+NUM_SAMPLES = 2 * 1437  # of the steps, which are two epochs
 EXACT = 1e-9
 WAIT_S = 120
 
@@ -137,7 +146,7 @@ def is_listening(port: int) -> bool:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Return the undisturbed run of one process."""
-    words = [word for word in (*ELASTIC, *STATEFUL) if not word.startswith("elastic")]
+    words = [word for word in (*ELASTIC, *STATEFUL, *LOGGED) if not word.startswith("elastic")]
     return run(tmp_path_factory.mktemp("whole"), 1, *words)
 
 
@@ -214,6 +223,9 @@ def in_call(owner: Any, name: str, after: bool) -> Callable[[pytest.MonkeyPatch,
 
 
 MOMENTS = {
+    "before a copy is sent": in_call(dist, "isend", after=False),
+    "after a copy is sent": in_call(dist, "isend", after=True),
+    "after its part of the update": in_call(ZeroRedundancyOptimizer, "_local_step", after=True),
     "before a sum": in_call(Collectives, "sum", after=False),
     "after a sum": in_call(Collectives, "sum", after=True),
     "before the update": in_call(ParameterUpdate, "step", after=False),
@@ -222,15 +234,23 @@ MOMENTS = {
     "after an evaluation": in_call(training, "evaluate", after=True),
     "while saving": in_call(save, "write_shard", after=False),
 }
+OF_ZERO = ("before a copy is sent", "after a copy is sent", "after its part of the update")
 
 
 @pytest.mark.fault("kill -9 of a rank, without which the others continue", outcome="went_on")
 @pytest.mark.parametrize(
     ("moment", "process", "mode"),
     [
-        *((moment, 0, "ddp") for moment in MOMENTS),
-        *(pytest.param(moment, 1, "ddp", marks=pytest.mark.thorough) for moment in MOMENTS if moment != "while saving"),
+        *((moment, 0, "ddp") for moment in MOMENTS if moment not in OF_ZERO),
+        *(
+            pytest.param(moment, 1, "ddp", marks=pytest.mark.thorough)
+            for moment in MOMENTS
+            if moment not in (*OF_ZERO, "while saving")  # rank 1 writes no file
+        ),
         ("after a sum", 1, "allreduce"),
+        *((moment, 1, "zero") for moment in OF_ZERO),
+        ("while saving", 1, "zero"),
+        *(pytest.param(moment, 0, "zero", marks=pytest.mark.thorough) for moment in MOMENTS),
     ],
 )
 def test_others_continue(
@@ -245,25 +265,72 @@ def test_others_continue(
     all_sound(ended.path / "checkpoints")
 
 
-@pytest.mark.fault("kill -9 of two of four ranks at once, one of them rank 0", outcome="went_on")
-def test_two_lost_at_once(whole: Run, tmp_path: Path) -> None:
-    with before_each_step(slowly):
-        ranks = Ranks(tmp_path / "out", 4, *ELASTIC, *STATEFUL, "parallel=ddp").start()
+@pytest.mark.fault("kill -9 of two of four ranks at once", outcome="went_on")
+@pytest.mark.parametrize(
+    ("mode", "killed", "start"),
+    [
+        pytest.param("ddp", (0, 2), "step ", marks=pytest.mark.thorough),
+        ("zero", (0, 2), "step "),
+        ("zero", (1, 2), "the newest checkpoint"),  # rank 2 had the only other copy of what rank 1 had
+    ],
+)
+def test_two_lost_at_once(mode: str, killed: Sequence[int], start: str, whole: Run, tmp_path: Path) -> None:
+    """They are stopped first, so that the others notice both."""
+
+    def act(trainer: Trainer, batch: Any) -> None:
+        assert trainer.world.membership is not None
+        number, step, rank = trainer.world.membership.number, trainer.state.step, trainer.world.rank
+        if (number, step) == (0, 10) and rank in killed:
+            (tmp_path / f"arrived-{rank}").touch()
+            time.sleep(WAIT_S)
+
+    with before_each_step(act):
+        ranks = Ranks(tmp_path / "out", 4, *ELASTIC, *STATEFUL, f"parallel={mode}").start()
         try:
-            ranks.wait_for_step(8)
-            for number in (0, 2):
-                ranks.kill(number)
+            wait_until(lambda: all((tmp_path / f"arrived-{rank}").exists() for rank in killed), timeout_s=WAIT_S)
+            for rank in killed:
+                ranks.kill(rank)
         except BaseException:
             ranks.close()
             raise
-        assert_equal(ranks.finish(killed=[0, 2]), whole)
+        ended = ranks.finish(killed=killed)
+    assert_equal(ended, whole)
+    assert f": 2 ranks continued after {start}" in (text := (ended.path / "log.txt").read_text())
+    assert ("resuming after step 7" in text) == (start == "the newest checkpoint")
+
+
+@pytest.mark.thorough
+@pytest.mark.fault("kill -9 of a rank while the others restore what a lost rank had", outcome="went_on")
+def test_lost_while_restoring(whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks 0 and 2 of four are left, which have copies of what ranks 3 and 1 had."""
+    share, broadcast = state_copies._share, dist.broadcast
+
+    def share_until_killed(own: Any, world: World) -> Any:
+        num_sent = itertools.count()
+
+        def send_until_killed(*args: Any, **options: Any) -> Any:
+            if next(num_sent) == 5 and (world.rank_info.restart, world.rank) == (1, 2):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return broadcast(*args, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(dist, "broadcast", send_until_killed)
+            return share(own, world)
+
+    monkeypatch.setattr(state_copies, "_share", share_until_killed)
+    with before_each_step(kills(1, 10)):
+        ranks = Ranks(tmp_path / "out", 4, *ELASTIC, *STATEFUL, "parallel=zero").start()
+        ended = ranks.finish(killed=[1, 3])
+    assert_equal(ended, whole)
+    assert "resuming" not in (ended.path / "log.txt").read_text()
 
 
 @pytest.mark.thorough
 @pytest.mark.fault("ranks that are lost and join: 2, 1, 3, 2 ranks in one run", outcome="went_on")
-def test_ranks_join(whole: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["ddp", "zero"])
+def test_ranks_join(mode: str, whole: Run, tmp_path: Path) -> None:
     with before_each_step(until_joined(tmp_path, 3)):
-        ranks = Ranks(tmp_path / "out", 2, *ELASTIC, *STATEFUL, "parallel=ddp").start()
+        ranks = Ranks(tmp_path / "out", 2, *ELASTIC, *STATEFUL, *LOGGED, f"parallel={mode}").start()
         try:
             ranks.wait_for_step(8)
             ranks.kill(0)
@@ -283,6 +350,8 @@ def test_ranks_join(whole: Run, tmp_path: Path) -> None:
     assert "resuming" not in text
     assert text.count(" joined") in (1, 2)
     assert text.count("lost rank") == 2
+    read = {step: sorted({*map(tuple, pairs)}) for step, pairs in samples_of(ended).items()}  # once more if done again
+    assert read == {step: [*map(tuple, pairs)] for step, pairs in samples_of(whole).items()}
 
 
 @pytest.mark.thorough
@@ -328,7 +397,7 @@ def test_an_excluded_rank_returns(whole: Run, tmp_path: Path, monkeypatch: pytes
 def test_random_kills(seed: int, whole: Run, tmp_path: Path) -> None:
     draw = random.Random(seed)
     num_ranks = draw.choice((2, 3, 4))
-    mode = draw.choice(("ddp", "allreduce"))
+    mode = draw.choice(("ddp", "allreduce", "zero"))
     with before_each_step(lambda trainer, batch: time.sleep(0.02)):
         ranks = Ranks(tmp_path / "out", num_ranks, *ELASTIC, *STATEFUL, f"parallel={mode}").start()
         killed: list[int] = []
@@ -364,6 +433,55 @@ def test_an_error_of_a_rank_is_no_loss(tmp_path: Path) -> None:
     assert "ValueError: wrong" in Run(path).result["error"]
 
 
+def test_a_part_that_is_missing_is_found(whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep = StateCopies.before_step
+
+    def keep_without_others(self: StateCopies, state: Any) -> None:
+        self.has_parts = False
+        keep(self, state)
+
+    monkeypatch.setattr(StateCopies, "before_step", keep_without_others)
+    with before_each_step(kills(1, 10)):
+        ranks = Ranks(tmp_path / "out", 2, *ELASTIC, *STATEFUL, "parallel=zero").start()
+        ended = ranks.finish(killed=[1])
+    with pytest.raises(AssertionError):
+        assert_equal(ended, whole)
+
+
+class Counted(Callback):
+    """Counts the samples of its rank. A world continues with the count of all ranks on its first one."""
+
+    def __init__(self) -> None:
+        self.first_seen = 0
+
+    def on_start(self, run: RunInfo) -> None:
+        self.rank, self.seen = run.rank, 0 if run.rank else self.first_seen
+        self.path = run.directory / f"seen-{run.rank}"
+
+    def allows_update(self, update: Update) -> bool:
+        self.seen += sum(micro_batch.num_samples for micro_batch in update.batch.micro_batches)
+        return True
+
+    def state(self, model: LocalState) -> LocalState:
+        return LocalState(facts={"seen": {str(self.rank): self.seen}})
+
+    def load_state(self, saved: SavedState) -> None:
+        self.first_seen = sum(saved.facts["seen"].values())
+
+    def on_end(self, now: Progress, outcome: Outcome) -> None:
+        if outcome == "finished":
+            self.path.write_text(str(self.seen))
+
+
+def test_what_only_one_rank_had_of_a_callback(whole: Run, tmp_path: Path) -> None:
+    with before_each_step(kills(0, 10)):
+        callback = "+callbacks.seen._target_=test_lost_ranks.Counted"
+        ranks = Ranks(tmp_path / "out", 3, *ELASTIC, *STATEFUL, "parallel=ddp", callback).start()
+        ended = ranks.finish(killed=[0])
+    assert_equal(ended, whole)
+    assert sum(int(path.read_text()) for path in ended.path.glob("seen-*")) == NUM_SAMPLES
+
+
 def test_a_step_that_is_applied_twice_is_found(whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep = StateCopies.before_step
 
@@ -371,9 +489,9 @@ def test_a_step_that_is_applied_twice_is_found(whole: Run, tmp_path: Path, monke
         keep(self, state)
         assert self.world.membership is not None
         copy = self.world.membership.copies[-1]
-        local, _ = copy.content
         if state.step:
-            older = replace(copy, step=state.step - 1, content=(local, replace(state, step=state.step - 1)))
+            position = replace(state, step=state.step - 1)
+            older = replace(copy, step=state.step - 1, content=replace(copy.content, state=position))
             self.world.membership.copies[-1] = older
 
     monkeypatch.setattr(StateCopies, "before_step", keep_older_position)
@@ -403,7 +521,8 @@ def test_a_signal_after_a_loss(whole: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("parallel=zero",), "elastic_every_steps=1 needs a mode in which each rank has the whole state; try parallel"),
+        (("parallel=fsdp",), "elastic_every_steps=1 needs a mode in which each rank has all parameters; try parallel"),
+        (("sync_batchnorm=false",), "elastic_every_steps=1 does not work with sync_batchnorm=false, because"),
         (("elastic_every_steps=0",), "elastic_every_steps=0 must be at least 1"),
     ],
 )
