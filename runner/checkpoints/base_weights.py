@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from runner.checkpoints.layout import BASE, MANIFEST
 from runner.checkpoints.saved_state import MODEL, LocalState, SavedState, without_extra_state
@@ -19,7 +20,7 @@ class BaseWeights:
 
     Attributes:
         path: The absolute path of the file, which may be the index of several files.
-        sha256: The hash of the file, or of the hashes of these files; empty on ranks other than 0.
+        sha256: The hash of the file, or of the hashes of these files; before `share`, empty on ranks other than 0.
         names: The names in the file, by the names in the model.
     """
 
@@ -34,6 +35,10 @@ class BaseWeights:
             return None
         return cls(str(path), _hash(path) if rank == 0 else "", dict(names))
 
+    def share(self, world: World) -> "BaseWeights":
+        """Return these weights with the hash that rank 0 has computed. All ranks must call it."""
+        return replace(self, sha256=world.consensus.broadcast("base", lambda: self.sha256))
+
     @classmethod
     def of_checkpoint(cls, saved: SavedState) -> "BaseWeights | None":
         """Return what a checkpoint leaves out; None if it is complete."""
@@ -43,7 +48,11 @@ class BaseWeights:
         """Return the state of a run without these weights, also those of the replicas of parallel=local_sgd."""
         left_out = {MODEL + name for name in self.names}
         chunks = {key: chunk for key, chunk in state.chunks.items() if key[max(key.find(MODEL), 0) :] not in left_out}
-        return replace(state, chunks=chunks, facts={**state.facts, BASE: asdict(self)})
+        return replace(state, chunks=chunks)
+
+    def fact(self) -> dict[str, Any]:
+        """Return what a checkpoint records instead of these weights."""
+        return {BASE: asdict(self)}
 
     def find(self, copy: str | None) -> str:
         """Return the path of the file, or of its copy if the file no longer exists.
@@ -73,7 +82,7 @@ class BaseWeights:
         """Return the state with these weights, and with the path of their file, which is not checked."""
         file = open_weights(Path(self.path))
         weights = {MODEL + name: file[source] for name, source in self.names.items()}
-        facts = {**saved.facts, BASE: asdict(self)}
+        facts = {**saved.facts, **self.fact()}
         return replace(saved, tensors={**saved.tensors, **weights}, facts=facts)
 
 

@@ -256,7 +256,7 @@ def make_all_callbacks(
         experiment.logger.flush,
         nan_guard.check_weights,
         SaveCoordinator.of(world, directory.is_shared),
-        experiment.base,
+        experiment.base.share(world) if experiment.base is not None else None,
     )
     callbacks.add("checkpointing", checkpointing)
     return callbacks

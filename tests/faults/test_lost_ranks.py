@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from adapted_models import GPT_WORDS, gpt, write_files
 from commands import free_port, wait_until
 from fault_rig import OVERRIDES, all_sound, before_each_step
 from ranks import RankError
@@ -480,6 +481,19 @@ def test_what_only_one_rank_had_of_a_callback(whole: Run, tmp_path: Path) -> Non
         ended = ranks.finish(killed=[0])
     assert_equal(ended, whole)
     assert sum(int(path.read_text()) for path in ended.path.glob("seen-*")) == NUM_SAMPLES
+
+
+@pytest.mark.thorough
+def test_checkpoints_leave_out_frozen_weights_after_a_loss(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="needs the extra lora")
+    files = write_files(tmp_path, gpt)
+    words = (*GPT_WORDS, *files.words, f"init_from={files.base}", "threads=1", "elastic_every_steps=1")
+    with before_each_step(kills(0, 2)):
+        ended = Ranks(tmp_path / "out", 2, *words, "parallel=zero").start().finish(killed=[0])
+    whole = run(tmp_path / "whole", 1, *words[:-1])
+    assert_equal(ended, whole)
+    assert ended.weights.keys() == whole.weights.keys()
+    assert ended.saved.facts["base"] == whole.saved.facts["base"]
 
 
 def test_a_step_that_is_applied_twice_is_found(whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

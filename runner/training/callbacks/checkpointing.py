@@ -72,6 +72,10 @@ class Checkpointing(Callback):
                 set_link(self._directory.checkpoints, LAST, self._directory.checkpoints / f"step_{run.first_step}")
                 self._retain()
 
+    def state(self, model: LocalState) -> LocalState:
+        """Return which weights checkpoints leave out. A copy in memory contains them, but its run leaves them out."""
+        return LocalState(facts=self._base.fact() if self._base is not None else {})
+
     def load_state(self, saved: SavedState) -> None:
         """Leave out the same weights as the checkpoint that is restored."""
         self._base = BaseWeights.of_checkpoint(saved)
