@@ -1,11 +1,13 @@
 """Check and measure training on one GPU, and print a short table.
 
 usage: python benchmarks/gpu.py [--minutes 10] [--work convnet-512,gpt-124m] [--variant bf16] [--rounds 5] [--steps N]
-           [--root DIR] [--no-checks]
+           [--root DIR] [--no-checks | --check-jobs]
 
-It first runs the tests that need a GPU. Then, round after round until the time is over, it measures a hand-written
-loop, the runner and the limit, which is the same step in a CUDA graph on batches in the memory of the GPU. Each
-workload is measured in fp32, in bf16, and in bf16 with a compiled model. `mfu` is the runner's perf/mfu.
+It first runs the tests that need a GPU, and with --check-jobs those of jobs in all modes, resumes, averages,
+accumulation and precisions (`pytest --device cuda`), whose ranks share the GPU. Then, round after round until the time
+is over, it measures a hand-written loop, the runner and the limit, which is the same step in a CUDA graph on batches in
+the memory of the GPU. Each workload is measured in fp32, in bf16, and in bf16 with a compiled model. `mfu` is the
+runner's perf/mfu.
 Without a GPU it measures the workload convnet of the suite on the CPU, to test this script.
 """
 
@@ -37,12 +39,18 @@ VARIANTS = {
     "bf16": ({"BENCHMARK_PRECISION": "bf16", "BENCHMARK_COMPILED": "0"}, " precision=bf16"),
     "compiled": ({"BENCHMARK_PRECISION": "bf16", "BENCHMARK_COMPILED": "1"}, " precision=bf16 compile=true"),
 }
+OF_GPUS = ("-m", "gpu", "-n", "0", "tests/commands/test_gpu.py")
+OF_JOBS = (
+    *("-n", "4", "tests/parallel/test_parity.py", "tests/checkpoints/test_resume.py", "tests/parallel/test_ema.py"),
+    *("tests/training/test_trainer.py", "tests/parallel/test_fsdp.py", "tests/parallel/test_objective_values.py"),
+    *("tests/training/test_nan_guard.py", "tests/training/test_replay.py", "tests/parallel/test_special_parameters.py"),
+)
 Figures = dict[tuple[str, str, str], list[float]]  # samples/s and mfu of each round, by workload, variant and command
 
 
-def check(limit_s: float) -> str:
-    """Run the tests that need a GPU, and return pytest's last line."""
-    words = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-n", "0", "tests/commands/test_gpu.py"]
+def check(limit_s: float, tests: Sequence[str]) -> str:
+    """Run tests on the GPU, and return pytest's last line."""
+    words = [sys.executable, "-m", "pytest", "-q", "--device", "cuda", *tests]
     try:
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=limit_s)
     except subprocess.TimeoutExpired:
@@ -105,7 +113,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--steps", type=int, help="optimizer steps of every command; default: those of the workload")
     parser.add_argument("--root", type=Path, help="directory of MNIST-format files; default: a temporary one")
-    parser.add_argument("--no-checks", action="store_true", help="do not run the tests")
+    checks = parser.add_mutually_exclusive_group()
+    checks.add_argument("--no-checks", action="store_true", help="do not run the tests")
+    checks.add_argument("--check-jobs", action="store_true", help="run also tests of jobs that CI runs on a CPU")
     given = parser.parse_args()
     given.work = given.work or (list(GPU_WORKS) if ON_GPU else ["convnet"])
     for work in given.work:
@@ -122,7 +132,9 @@ def main() -> int:
     end = time.monotonic() + 60 * given.minutes
     checks = "checks: no GPU" if not ON_GPU else "checks: skipped"
     if ON_GPU and not given.no_checks:
-        checks = f"checks: {check(60 * given.minutes / 2)}"
+        checks = f"checks: {check(60 * given.minutes / 2, OF_GPUS)}"
+    if ON_GPU and given.check_jobs:
+        checks += f"; of jobs: {check(max(60.0, end - time.monotonic() - 60), OF_JOBS)}"
     with tempfile.TemporaryDirectory() as scratch:
         place = Place(given.root.resolve() if given.root else Path(scratch, "data"), Path(scratch))
         if any(ALL_WORKS[work].data is MNIST for work in given.work) and not (place.data / "MNIST").exists():

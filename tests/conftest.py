@@ -9,18 +9,12 @@ from pathlib import Path
 
 import parity_table
 import pytest
-import torch
 from commands import Commands
 
 from runner.cli import main
 
-pytest_plugins = ("fault_matrix", "google_storage", "leftovers", "object_stores")
+pytest_plugins = ("devices", "fault_matrix", "google_storage", "leftovers", "object_stores")
 gc.disable()  # until the tests are collected, which creates no garbage: saves 0.7 s in each worker
-
-# The first backward of a process decides how many threads autograd starts; a thread for a GPU would prevent backward in
-# forked ranks. So run it before any test enters a FakeTensorMode, in which torch counts a GPU that does not exist.
-torch.ones((), requires_grad=True).backward()
-
 
 # Dashboards send telemetry and query newer versions over the network. Tests must not.
 os.environ.update(MLFLOW_DISABLE_TELEMETRY="true", DO_NOT_TRACK="true", WANDB_ERROR_REPORTING="false")

@@ -1,6 +1,7 @@
-"""Tests that need a GPU: nccl, torch's SyncBatchNorm, DataParallel, the gradient scaler. `pytest -m gpu`.
+"""Tests that need a GPU: nccl, torch's SyncBatchNorm, DataParallel, the gradient scaler, and hung ranks.
 
-Jobs run in new processes, because a fork cannot use CUDA after its parent has initialized it.
+`pytest --device cuda -m gpu` runs them. Jobs run in new processes, because a fork cannot use CUDA after its parent has
+initialized it.
 """
 
 import json

@@ -28,6 +28,7 @@ def few_modes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runner.jobs.mode_choice.modes_to_compare", lambda chosen: ["fsdp", "local_sgd", "zero"])
 
 
+@pytest.mark.cpu("measures the operators of the CPU")
 @pytest.mark.usefixtures("few_modes")
 def test_the_fastest_of_the_best_modes_trains_and_is_recorded(tmp_path: Path) -> None:
     done = run(tmp_path, 2, *TOY, "parallel=auto", "parallel.candidates=2", "checkpoint.every_steps=4")
@@ -99,6 +100,7 @@ def test_a_model_that_does_not_fit_is_refused_with_its_need(
     assert not Path("outputs").exists()
 
 
+@pytest.mark.cpu("measures the operators of the CPU")
 @pytest.mark.usefixtures("few_modes")
 def test_micro_batches_come_from_the_plan(tmp_path: Path) -> None:
     words = ("model=mlp", "model.hidden=[64]", "data.sample_shape=[1,8,8]", "batch_size=1024", *COMMON)

@@ -112,6 +112,7 @@ def loss_of_contrast(outputs: Tensor, images: Tensor, targets: Tensor, model: An
 def test_the_losses_are_those_of_a_torch_loop(
     objective: type, loss: Callable[..., Tensor], one_process: Callable[..., Run]
 ) -> None:
+    made = one_process(*of(objective))
     experiment = build_experiment(*of(objective))
     model = experiment.recipe.module
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -123,7 +124,7 @@ def test_the_losses_are_those_of_a_torch_loop(
         value.backward()
         optimizer.step()
         losses.append(value.item())
-    assert [*one_process(*of(objective)).losses.values()] == pytest.approx(losses, rel=1e-12)
+    assert [*made.losses.values()] == pytest.approx(losses, rel=1e-12)
 
 
 def test_a_loss_that_compares_samples_is_detected() -> None:

@@ -93,9 +93,9 @@ def log_of(made: Run) -> str:
 
 @pytest.mark.parametrize("case", [Case("none", 1), Case("ddp", 2)], ids=str)
 def test_state_of_many_types_equals_a_plain_loop(case: Case, tmp_path: Path) -> None:
+    made = run(tmp_path, case.world_size, *of_model("Warm"), *case.overrides)
     torch.manual_seed(0)
     expected = toy_losses(Warm([10], 5))
-    made = run(tmp_path, case.world_size, *of_model("Warm"), *case.overrides)
     assert [*made.losses.values()] == pytest.approx(expected, rel=1e-9)
     (warning,) = [line for line in log_of(made).splitlines() if "no checkpoint contains" in line]
     assert "model=linear: forward changes the attribute number, tensor, " in warning
@@ -168,9 +168,9 @@ def test_a_trained_parameter_that_only_training_writes_is_refused(mode: str) -> 
 
 
 def test_a_bounded_weight_equals_a_plain_loop(tmp_path: Path) -> None:
+    made = run(tmp_path, 2, *of_model("Constrained"), "parallel=ddp")
     torch.manual_seed(0)
     expected = toy_losses(Constrained([10], 5))
-    made = run(tmp_path, 2, *of_model("Constrained"), "parallel=ddp")
     assert [*made.losses.values()] == pytest.approx(expected, rel=1e-9)
 
 

@@ -34,8 +34,8 @@ def run_ranks(
 
     Ranks are forked, so `function` may be a closure and sees what the test has patched. Each rank has one torch thread
     and the default group (gloo on loopback), unless forms_group is false. Raise RankError as soon as a rank fails, or
-    after `timeout_s`; no rank is left then. On a machine with a GPU, autograd refuses to run in the fork of a process
-    that has called backward: call it only in the ranks, or hide the GPU with CUDA_VISIBLE_DEVICES="".
+    after `timeout_s`; no rank is left then. If a process that sees a GPU has called backward, autograd refuses to run
+    in its forks: call it only in the ranks.
     """
     deadline = time.monotonic() + timeout_s
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from hydra import initialize_config_dir
@@ -33,6 +34,7 @@ from runner.training.build import Experiment, build
 
 # Without options, mesh is fsdp; test_mesh.py has its combinations. auto is one of the others.
 MODES = sorted(path.stem for path in (CONF / "parallel").glob("*.yaml") if path.stem not in ("auto", "mesh"))
+DEVICE = "cpu"  # of the jobs, as --device sets it
 _numbers = itertools.count()
 
 
@@ -166,8 +168,11 @@ def run(outputs: Path, world_size: int, *overrides: str, timeout_s: float = 300)
 def run_world(request: Request, world_size: int, folder: Path, timeout_s: float = 300) -> None:
     """Run a job on forked ranks, whose store is a new file in the folder. Raise what a rank raises."""
     store_path = folder / f"store-{next(_numbers)}"  # a used file would be read as this world's
+    if DEVICE == "cuda":
+        request = replace(request, config=on_gpu(request, world_size))
 
     def run_rank(rank: int, world_size: int) -> None:
+        torch.backends.cudnn.deterministic = DEVICE == "cuda"  # in this process
         rank_info = RankInfo(rank, rank, world_size, world_size, source="test")
         store = dist.FileStore(str(store_path), world_size)
         world = World(rank_info, store if world_size > 1 else None, as_backend(request.config.backend))
@@ -177,6 +182,17 @@ def run_world(request: Request, world_size: int, folder: Path, timeout_s: float 
             world.shutdown.report_before_exit(lambda: None)
 
     run_ranks(run_rank, world_size, timeout_s=timeout_s, forms_group=False)  # the job forms its own group
+
+
+def on_gpu(request: Request, world_size: int) -> Config:
+    """Return the configuration for GPUs, which the ranks share by gloo. Skip the test if that cannot work."""
+    backend, parallel = dict(request.config.backend), request.config.parallel
+    if (needed := backend["devices_per_rank"]) > torch.cuda.device_count():
+        pytest.skip(f"needs {needed} GPUs")
+    if world_size > 1 and (request.command.choices["parallel"] == "pipeline" or parallel.get("stage", 1) != 1):
+        pytest.skip("gloo does not send tensors of a GPU from one stage to the next")
+    backend |= {"device": "cuda", "name": "gloo" if world_size > 1 else backend["name"].replace("gloo", "auto")}
+    return replace(request.config, backend=backend)
 
 
 def _runs(folder: Path) -> set[Path]:

@@ -104,6 +104,7 @@ def test_any_number_of_ranks_writes_the_same_file(
     assert not [path for path in there.path.iterdir() if path.name.startswith(".")]
 
 
+@pytest.mark.cpu("compares numbers of threads")
 @pytest.mark.thorough
 def test_the_file_does_not_depend_on_the_number_of_threads(commands: Commands, tmp_path: Path) -> None:
     """The last bits of a long sum depend on the number of threads that compute it."""

@@ -44,6 +44,7 @@ def test_repeated_steps_and_earlier_attempts_lower_the_goodput(tmp_path: Path, m
     assert after > before and resumed.result["goodput"] == pytest.approx(after / 1000, abs=1e-3)
 
 
+@pytest.mark.cpu("a CPU has no MFU")
 def test_mfu_is_the_speed_relative_to_the_data_sheet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is logged after the warm-up; a CPU has none."""
     assert run(tmp_path / "cpu", 1, *TINY, "max_steps=22").result["mfu"] is None

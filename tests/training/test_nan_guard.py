@@ -124,6 +124,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run(ranks: int, tmp_path: Path,
     assert "no response from" not in message
 
 
+@pytest.mark.cpu("imitates a GPU, whose values are read a step later")
 @pytest.mark.fault("NaN in the loss, which the host reads a step later", outcome="refused")
 @pytest.mark.parametrize("every_steps", ["1", "null"])
 def test_if_the_loss_is_read_a_step_later_no_checkpoint_contains_its_update(
@@ -141,6 +142,7 @@ def test_if_the_loss_is_read_a_step_later_no_checkpoint_contains_its_update(
     assert [line["step"] for line in the_run(tmp_path).lines] == [1, 2]
 
 
+@pytest.mark.cpu("imitates a GPU, whose values are read a step later")
 def test_a_gradient_and_a_spike_that_are_read_a_step_later_stop_the_run(
     tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

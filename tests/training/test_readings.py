@@ -89,6 +89,7 @@ def test_on_the_cpu_values_are_used_at_once() -> None:
     assert used == [1]
 
 
+@pytest.mark.cpu("imitates a GPU, whose values are read a step later")
 @pytest.mark.parametrize(
     ("mode", "ranks"),
     [
