@@ -5,6 +5,7 @@ So only processes that neither fork nor train use a store.
 """
 
 import itertools
+import os
 import random
 import re
 import time
@@ -33,6 +34,7 @@ _NO_TAG = {"s3": '"0"', "gs": "1", "az": '"0"', "file": '"0"'}  # of no object
 _MAX_RETRIES, _RETRY_S = 6, 40.0
 _PART_BYTES = 5 * 2**20  # of an upload in parts
 _SECRET = re.compile(r"secret|token|password|account_key|(?<!_)access_key$|sas|service_account_key|authorization")
+_users: set[int] = set()  # the process that has used a store, of which a forked process has a copy
 _LAST_RESPONSE = re.compile(r"status code: (\d+)[^:]*(?:.*?<Code>(\w+)</Code>)?", re.DOTALL)
 # Why repeating a request does not help, by the code in the response, or by its status.
 _PERMANENT = {
@@ -266,6 +268,13 @@ class ObjectStore:
     def _translated(self) -> Iterator[None]:
         """Raise FileNotFoundError for a missing object, Stale for a failed condition, StoreError for other failures."""
         errors = self._obstore.exceptions
+        _users.add(os.getpid())
+        if len(_users) > 1:
+            raise StoreError(
+                f"{self.key}={self.address}: a process that was forked after its parent had used an object store "
+                "cannot use one; start it by spawn or forkserver",
+                is_permanent=True,
+            )
         try:
             yield
         except (errors.AlreadyExistsError, errors.PreconditionError) as error:

@@ -1,5 +1,6 @@
 """Tests of addresses and of the object store, against an S3 server on loopback and a directory."""
 
+import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,23 @@ def test_every_third_request_fails(fault: str, bucket: Bucket, proxy: Proxy, tmp
     store.download("file", tmp_path / "copy")
     assert (tmp_path / "copy").read_bytes() == (tmp_path / "file").read_bytes()
     assert sum(count for name, count in proxy.counts.items() if name.endswith(fault)) >= 2
+
+
+def test_a_forked_process_cannot_use_a_store(bucket: Bucket, tmp_path: Path) -> None:
+    store = store_of(bucket)
+    store.list()
+
+    def use() -> None:
+        for each in (store, store_of(bucket)):
+            with pytest.raises(StoreError, match="forked after its parent had used an object store cannot use one"):
+                each.list()
+
+    forked = multiprocessing.get_context("fork").Process(target=use)
+    forked.start()
+    forked.join(60)
+    forked.kill()  # obstore itself waits forever
+    forked.join()
+    assert forked.exitcode == 0
 
 
 def test_a_server_that_cannot_be_reached(bucket: Bucket) -> None:
