@@ -301,7 +301,9 @@ def describe_age(seconds: float) -> str:
 
 
 def _checkpoints(path: Path) -> list[str]:
-    return sorted(each.name for each in (path / CHECKPOINTS).glob("step_*"))
+    steps = [each.name.removeprefix("step_") for each in (path / CHECKPOINTS).glob("step_*")]
+    # One that is being saved has another ending.
+    return [f"step_{step}" for step in sorted(int(step) for step in steps if step.isdecimal())]
 
 
 def _state_order(state: str) -> int:

@@ -15,7 +15,16 @@ import runner
 from runner.errors import InputError
 from runner.records import tables
 from runner.records.labels import Labels, read_labels, write_labels
-from runner.records.listing import ORDERS, Entry, describe_age, find_record, list_entries, read_entry, select
+from runner.records.listing import (
+    ORDERS,
+    Entry,
+    as_facts,
+    describe_age,
+    find_record,
+    list_entries,
+    read_entry,
+    select,
+)
 from runner.records.settings import read_overrides, read_settings
 from runner.records.tables import text_table
 
@@ -48,6 +57,14 @@ def test_an_entry_has_the_state_and_the_values_of_the_monitor(outputs: Path) -> 
     jobs = by_name(list_entries(outputs, expands_jobs=True))
     assert len(jobs) == 5 and jobs["run/sweep-20260101-000000/2-lr-0.3"].state == "waiting"
     assert [*by_name(list_entries(outputs / "run" / "sweep-20260101-000000"))] == ["0-lr-0.1", "1-lr-0.2", "2-lr-0.3"]
+
+
+def test_complete_checkpoints_are_shown_in_their_order(outputs: Path) -> None:
+    path = outputs / "run" / "20260101-000000"
+    for name in ("step_12", "step_4", "step_16.tmp", "step_x"):
+        (path / "checkpoints" / name).mkdir(parents=True)
+    assert as_facts(read_entry(path, outputs))["checkpoints"] == "step_4, step_12"
+    (path / "checkpoints" / "step_16.tmp").rmdir()
 
 
 def test_entries_are_sorted_with_the_best_first_and_missing_values_last(tmp_path: Path) -> None:
