@@ -10,9 +10,9 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -104,10 +104,24 @@ def _pull(order: Mapping[str, Any]) -> None:
     for run, found in belonging.items():
         copy = _Copy(store, run, directory / run)
         copy.path.mkdir(parents=True, exist_ok=True)
-        with open(copy.path.parent / f".{copy.path.name}.pulling", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # the ranks of a machine compose the same command
+        with _locked(copy.path / ".pulling"):  # the ranks of a machine compose the same command
             if order["is_locked"] or living_owner(copy.path) is None:
                 copy.update(found, order["checkpoints"], named, with_records=not order["is_locked"])
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Exclude the other processes of this machine from contexts of the same file, which is removed at the end."""
+    while True:
+        with open(path, "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if os.fstat(file.fileno()).st_nlink == 0:  # its last owner has removed it
+                continue
+            try:
+                yield
+            finally:
+                path.unlink()
+            return
 
 
 class _Copy:

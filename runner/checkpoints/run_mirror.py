@@ -27,12 +27,13 @@ class RunMirror:
     def __init__(self, store: ObjectStore, directory: Path, lock: ObjectLock):
         self.store, self._directory, self._lock, self._guard = store, directory, lock, threading.Lock()
         shutil.rmtree(directory / PINNED, ignore_errors=True)  # of a mirror that was killed
-        self._files = ChangedFiles(store, directory)
+        self.files = ChangedFiles(store, directory)
         self.num_completed = 0  # checkpoints
         self._sent: dict[str, set[str]] = {}  # by checkpoint, the files of an upload that is not complete
         self._wanted: dict[str, dict[str, FileRecord]] = {}  # by checkpoint, the files that other machines upload
         self._published = b"{}"  # the content of the object `WANTED`
-        self._seen, self._first = set[str](), set(self._local())  # checkpoints that were local; those at the start
+        self._first = {*self._local()}  # checkpoints that are local at the start
+        self._seen = {*self._first}  # those that were local at any time
         self._remote: dict[str, bytes] = {}  # manifests by checkpoint; empty while it is deleted
         self._ignored: dict[str, bytes] = {}  # manifests of local checkpoints that lack files or are damaged
         store.delete([WANTED])
@@ -55,7 +56,7 @@ class RunMirror:
 
         Raise Stale, or StoreError, which also names the files of a checkpoint that another machine has not uploaded.
         """
-        self._files.upload(is_last)
+        self.files.upload(is_last)
         local = self._local()
         self._unpin({name for name in self._sent if name not in local})
         for name in local:
@@ -73,7 +74,7 @@ class RunMirror:
     def left(self) -> list[str]:
         """Return the names of the checkpoints and records that are not uploaded."""
         names = [name for name in self._local() if not (self._remote.get(name) or name in self._ignored)]
-        return [*(f"{CHECKPOINTS}/{name}" for name in names), *self._files.names()]
+        return [*(f"{CHECKPOINTS}/{name}" for name in names), *self.files.names()]
 
     def close(self) -> None:
         """Release the lock, unless it is lost. Raise Stale or StoreError."""
@@ -109,7 +110,7 @@ class RunMirror:
         if others and (missing := self._missing(prefix, others)):
             self._wanted[name] = missing
             return
-        self._files.upload(is_forced=True)
+        self.files.upload(is_forced=True)
         self.renew()  # a process that has lost the lock must not complete a checkpoint
         if not self.store.create(f"{prefix}/{MANIFEST}", manifest):
             raise Stale(f"{prefix}/{MANIFEST}")
