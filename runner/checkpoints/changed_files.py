@@ -41,6 +41,10 @@ class ChangedFiles:
                     self._store.put(name, path)
                     self._facts[name], self._uploaded_at[name] = facts, time.monotonic()
 
+    def delete(self) -> None:
+        """Delete the uploaded files from the store."""
+        self._store.delete([*self._facts])
+
     def names(self) -> list[str]:
         """Return the names of the files that have changed since they were uploaded."""
         return [name for name, _, _ in self._changed()]

@@ -1,7 +1,7 @@
 """The process that mirrors a directory to an object store: `python -m runner.checkpoints.mirror`.
 
 `MirrorProcess` starts it. At the end of its input, which is the end of the run or the death of its process, it uploads
-what is left, and exits.
+what is left, and exits. If the last line of the input is `DISCARD`, it deletes what it has uploaded instead.
 """
 
 import json
@@ -12,7 +12,6 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +21,7 @@ from runner.errors import InputError
 from runner.records.ledger import LEDGER
 from runner.records.settings import OVERRIDES
 from runner.remote.address import Address
+from runner.remote.mirror_process import DISCARD
 from runner.remote.object_lock import RENEW_S, ObjectLock
 from runner.remote.store import ObjectStore, Stale, StoreError
 
@@ -36,55 +36,76 @@ def _reply(**message: Any) -> None:
         print(json.dumps(message), flush=True)
 
 
-def _run(mirror: Mirror, ended: threading.Event, patience_s: float) -> None:
-    """Mirror until the run has ended and all is uploaded, or the store has failed for longer than the patience."""
-    parent, failing_since, error = os.getppid(), None, ""
-    is_reported, waited, lost, num_completed = False, 0.0, threading.Event(), 0
+class _Upload:
+    """The upload of a directory by its mirror, until the run has ended and all is uploaded."""
 
-    def renew_regularly() -> None:
-        while not lost.wait(RENEW_S):
+    def __init__(self, mirror: Mirror, patience_s: float):
+        self._mirror, self._patience_s, self._parent = mirror, patience_s, os.getppid()
+        self._ended, self._lost = threading.Event(), threading.Event()  # the run has ended; its lock is lost
+        self._is_discarded = False
+
+    def run(self) -> None:
+        """Upload until the end, or after it until the store has failed for longer than the patience."""
+        for wait in (self._wait_for_end, self._renew_regularly):
+            threading.Thread(target=wait, daemon=True).start()
+        error = self._sync_regularly()
+        if self._lost.is_set():
+            _reply(failed="another run has taken over the lock of the remote directory")
+            self._ended.wait()
+        left = [] if self._is_discarded else self._mirror.left()
+        _reply(left=left, error=error, retries=self._mirror.store.num_retries)
+
+    def _wait_for_end(self) -> None:
+        with suppress(OSError):
+            self._is_discarded = sys.stdin.readline().strip() == DISCARD
+        self._ended.set()
+
+    def _renew_regularly(self) -> None:
+        while not self._lost.wait(RENEW_S):
             try:
-                mirror.renew(is_ending=ended.is_set())
+                self._mirror.renew(is_ending=self._ended.is_set())
             except Stale:
-                lost.set()
+                self._lost.set()
             except StoreError:
                 continue
 
-    threading.Thread(target=renew_regularly, daemon=True).start()
-    num_retries = 0
-    while not lost.is_set():
-        if mirror.store.num_retries > num_retries:
-            num_retries = mirror.store.num_retries
-            _reply(retries=num_retries)
-        is_last = ended.wait(waited) or os.getppid() != parent
-        if is_last:
-            ended.set()
-        try:
-            mirror.sync(is_last)
-            if is_last and not mirror.left():
-                break
-            if is_last:
-                raise StoreError("files of the run change while they are uploaded", False)
-            failing_since, waited = None, POLL_S
-        except Stale:
-            lost.set()
-        except StoreError as failure:
-            error = str(failure)
-            if failing_since is None or mirror.num_completed > num_completed:
-                failing_since, num_completed = time.monotonic(), mirror.num_completed
-            if is_late := time.monotonic() - failing_since > patience_s:
-                if is_last:
+    def _sync_regularly(self) -> str:
+        """Return the last error of the store."""
+        failing_since, num_completed, num_retries, error = None, 0, 0, ""
+        while not self._lost.is_set():
+            if os.getppid() != self._parent:
+                self._ended.set()
+            is_last = self._ended.is_set()
+            try:
+                if self._sync(is_last):
                     break
-                if not is_reported:
-                    _reply(failed=f"{error}; uploads have failed for {patience_s:g} s (remote.patience_s)")
-            is_reported |= is_late
-            time.sleep(min(1.0, patience_s / 10))
-    if lost.is_set():
-        _reply(failed="another run has taken over the lock of the remote directory")
-        ended.wait()
-    else:
-        lost.set()
-    _reply(left=mirror.left(), error=error, retries=mirror.store.num_retries)
+                failing_since = None
+            except Stale:
+                self._lost.set()
+            except StoreError as failure:
+                error = str(failure)
+                if failing_since is None or self._mirror.num_completed > num_completed:
+                    failing_since, num_completed = time.monotonic(), self._mirror.num_completed
+                if time.monotonic() - failing_since > self._patience_s:
+                    if is_last:
+                        break
+                    _reply(failed=f"{error}; uploads have failed for {self._patience_s:g} s (remote.patience_s)")
+                time.sleep(POLL_S)
+            if self._mirror.store.num_retries > num_retries:
+                num_retries = self._mirror.store.num_retries
+                _reply(retries=num_retries)
+            self._ended.wait(POLL_S)
+        return error
+
+    def _sync(self, is_last: bool) -> bool:
+        """Upload what has changed. Return True if nothing remains to be done."""
+        if is_last and self._is_discarded:
+            self._mirror.files.delete()
+            return True
+        self._mirror.sync(is_last)
+        if is_last and self._mirror.left():
+            raise StoreError("files of the run change while they are uploaded", False)
+        return is_last
 
 
 def _patiently(function: Callable[[], T], patience_s: float) -> T:
@@ -96,7 +117,7 @@ def _patiently(function: Callable[[], T], patience_s: float) -> T:
         except StoreError as error:
             if error.is_permanent or time.monotonic() > deadline:
                 raise
-            time.sleep(min(1.0, patience_s / 10))
+            time.sleep(POLL_S)
 
 
 def _open(order: dict[str, Any]) -> Mirror:
@@ -106,22 +127,26 @@ def _open(order: dict[str, Any]) -> Mirror:
     if order["is_part"]:
         return _patiently(lambda: PartMirror(store, directory), patience_s)
     lock = ObjectLock(store, str(directory), os.getppid(), patience_s)
-    _patiently(lock.acquire, patience_s)
-    for name in (OVERRIDES, LEDGER):
-        if not (directory / name).exists() and _patiently(partial(store.find, name), patience_s) is not None:
-            lock.release()
-            raise InputError(
-                f"{order['address']} contains another run or sweep; repeat the command, or resume that one"
-            )
-    return _patiently(lambda: RunMirror(store, directory, lock), patience_s)
+
+    def open_locked() -> RunMirror:
+        lock.acquire()
+        for name in (OVERRIDES, LEDGER):
+            if not (directory / name).exists() and store.find(name) is not None:
+                lock.release()
+                raise InputError(
+                    f"{order['address']} contains another run or sweep; repeat the command, or resume that one"
+                )
+        return RunMirror(store, directory, lock)
+
+    return _patiently(open_locked, patience_s)
 
 
 def main() -> None:
     """Read the store's address and options, then the directory, from the input, and mirror it."""
     try:
         order = json.loads(sys.stdin.readline())
-        patience_s = order["patience_s"]
-        _patiently(ObjectStore(Address.parse(order["outputs"]), order["options"]).check_writable, patience_s)
+        store = ObjectStore(Address.parse(order["outputs"]), order["options"])
+        _patiently(store.check_writable, order["patience_s"])
         _reply()
         if not (line := sys.stdin.readline().strip()):
             return
@@ -131,16 +156,8 @@ def main() -> None:
     except (InputError, StoreError) as error:
         _reply(refused=str(error).splitlines())
         return
-    ended = threading.Event()
-
-    def wait_for_end() -> None:
-        with suppress(OSError):
-            sys.stdin.readline()
-        ended.set()
-
-    threading.Thread(target=wait_for_end, daemon=True).start()
     try:
-        _run(mirror, ended, patience_s)
+        _Upload(mirror, order["patience_s"]).run()
     except Exception:
         _reply(failed=traceback.format_exc())
         raise

@@ -25,12 +25,12 @@ class PartMirror:
 
     def __init__(self, store: ObjectStore, directory: Path):
         self.store, self._directory, self._owner = store, directory, owner_of(store)
-        self._files = ChangedFiles(store, directory, are_uploaded=True)
+        self.files = ChangedFiles(store, directory, are_uploaded=True)
         self._sent: dict[Path, str] = {}  # hashes of the uploaded parts
 
     def sync(self, is_last: bool = False) -> None:
         """Upload what is wanted. Raise StoreError if `is_last` and the other mirror has not ended."""
-        self._files.upload(is_last)
+        self.files.upload(is_last)
         if is_last and owner_of(self.store) != self._owner:  # the other mirror has ended
             for part in self._parts():
                 _remove(part)
@@ -53,7 +53,7 @@ class PartMirror:
     def left(self) -> list[str]:
         """Return the names of the files that are not uploaded."""
         parts = [f"{CHECKPOINTS}/{part.parent.name}/{part.name}" for part in self._parts() if part not in self._sent]
-        return [*parts, *self._files.names()]
+        return [*parts, *self.files.names()]
 
     def renew(self, is_ending: bool = False) -> None:
         """Do nothing: the mirror of rank 0's machine owns the lock."""

@@ -30,10 +30,13 @@ def begin_mirror(path: Path, config: Config) -> None:
         _mirrors[path] = mirror
 
 
-def end_mirror(path: Path, is_successful: bool) -> None:
-    """Upload what is left of the directory. Raise JobFailed if that fails and the command was successful."""
+def end_mirror(path: Path, is_successful: bool, is_discarded: bool = False) -> None:
+    """Upload what is left of the directory. Raise JobFailed if that fails and the command was successful.
+
+    is_discarded: delete what was uploaded instead.
+    """
     if path in _mirrors:
-        report_left(_mirrors.pop(path).end(), is_successful)
+        report_left(_mirrors.pop(path).end(is_discarded), is_successful)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from runner.errors import InputError, JobFailed, print_messages, quantity
 from runner.remote.address import Address
 
 COMMAND = (sys.executable, "-m", "runner.checkpoints.mirror")  # it knows how checkpoints are saved
+DISCARD = "discard"  # the last line of the input, if the process has to delete what it has uploaded
 _MAX_NAMED = 4
 
 
@@ -57,15 +58,16 @@ class MirrorProcess:
         if self._failed:
             raise JobFailed(self._failed)
 
-    def end(self) -> list[str]:
+    def end(self, is_discarded: bool = False) -> list[str]:
         """Upload what is left, which takes up to the patience if the store fails. Return a message if files are left.
 
-        Without `begin`, only end the process.
+        Without `begin`, only end the process. is_discarded: delete what was uploaded instead.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         if not self._process.stdin.closed:  # otherwise the store has been refused
             with suppress(OSError):
-                self._process.stdin.write("\n")  # forked processes, such as loader workers, may keep the pipe open
+                # A line, because forked processes, such as loader workers, may keep the pipe open.
+                self._process.stdin.write(f"{DISCARD if is_discarded else ''}\n")
                 self._process.stdin.close()
         self._process.wait()
         if not self._directory:

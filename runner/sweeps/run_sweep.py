@@ -72,11 +72,6 @@ def run_sweep(
         with _released(sweep):
             hydra.multirun("config", sweep, first, with_log_configuration=False)
             return None if sweep.dry_run else sweep.directory, _finish(sweep)
-    except InputError:
-        path = Path(str(sweep.directory))
-        if sweep.is_created and not (is_sweep(path) and any(job.num_starts for job in read_ledger(path))):
-            shutil.rmtree(path)
-        raise
     except SystemExit as error:
         if error.code != STOPPED:
             raise
@@ -91,15 +86,25 @@ def run_sweep(
 
 @contextmanager
 def _released(sweep: Sweep) -> Iterator[None]:
-    """Release the sweep's directory at the end of the context, after its ledger is uploaded if it has an address."""
-    is_successful = False
+    """Release the sweep's directory at the end of the context, after its ledger is uploaded if it has an address.
+
+    Remove the directory, also at the address, if this command has created it and was refused before the first job.
+    """
+    is_successful = is_discarded = False
     try:
         yield
         is_successful = True
+    except InputError:
+        path = Path(str(sweep.directory))
+        is_discarded = sweep.is_created and not (is_sweep(path) and any(job.num_starts for job in read_ledger(path)))
+        raise
     finally:
         if sweep.directory is not None:
-            unlock_sweep(Path(sweep.directory))
-            end_mirror(Path(sweep.directory), is_successful)
+            path = Path(sweep.directory)
+            unlock_sweep(path)
+            end_mirror(path, is_successful, is_discarded)
+            if is_discarded:
+                shutil.rmtree(path)
 
 
 def _finish(sweep: Sweep) -> int:

@@ -1,5 +1,6 @@
 """Tests of sweeps, and of tasks that launch jobs, whose results are mirrored to an S3 server on loopback."""
 
+import os
 import signal
 from pathlib import Path
 
@@ -44,6 +45,29 @@ def test_a_killed_sweep_is_resumed_on_another_machine(commands: Commands, bucket
     assert jobs[0].num_starts == 1
     whole = run(tmp_path, 1, *SMALL, "seed=3")
     assert jobs[2].run is not None and jobs[2].run.weights_sha256 == whole.result["weights_sha256"]
+
+
+SBATCH = """#!/bin/sh
+while [ ! -e {go} ]; do sleep 0.05; done
+echo "sbatch: error: invalid account" >&2
+exit 1
+"""
+
+
+def test_a_sweep_that_is_refused_is_deleted_at_its_address(commands: Commands, bucket: Bucket, tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "sbatch").write_text(SBATCH.format(go=tmp_path / "go"))
+    (tmp_path / "bin" / "sbatch").chmod(0o755)
+    path = os.pathsep.join([str(tmp_path / "bin"), os.environ["PATH"]])
+    overrides = bucket.overrides(tmp_path / "local")
+    process = commands.fork(
+        "-m", *SMALL, "seed=1,2", "launcher=slurm", "launcher.nproc_per_node=1", *overrides, env={"PATH": path}
+    )
+    wait_until(lambda: any(name.endswith(LEDGER) for name in names(bucket)) or process.poll() is not None)
+    (tmp_path / "go").touch()
+    done = commands.finish(process)
+    assert done.returncode == 2 and "invalid account" in done.stderr, (done.stdout, done.stderr)
+    assert names(bucket) == [] and not [*tmp_path.glob(f"local/**/{LEDGER}")]
 
 
 def test_the_table_of_a_comparison_is_uploaded(commands: Commands, bucket: Bucket, tmp_path: Path) -> None:
