@@ -12,7 +12,7 @@ from typing import Any
 from runner.errors import InputError, JobFailed, print_messages, quantity
 from runner.remote.address import Address
 
-COMMAND = (sys.executable, "-m", "runner.checkpoints.mirror")  # it knows how checkpoints are saved
+COMMAND = (sys.executable, "-m", "runner.checkpoints.mirror")  # of a layer above, which knows what a checkpoint is
 DISCARD = "discard"  # the last line of the input, if the process has to delete what it has uploaded
 _MAX_NAMED = 4
 

@@ -29,12 +29,12 @@ CLIENT_OPTIONS = (
     *("proxy_ca_certificate", "proxy_excludes", "read_timeout", "root_certificate", "timeout", "user_agent"),
 )
 ENVIRONMENT = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE_STORAGE", "file": ""}  # prefixes of the variables
-_PUT_ATTEMPTS = 3
 _NO_TAG = {"s3": '"0"', "gs": "1", "az": '"0"', "file": '"0"'}  # of no object
 _MAX_RETRIES, _RETRY_S = 6, 40.0
 _PART_BYTES = 5 * 2**20  # of an upload in parts
 _SECRET = re.compile(r"secret|token|password|account_key|(?<!_)access_key$|sas|service_account_key|authorization")
 _users: set[int] = set()  # the process that has used a store, of which a forked process has a copy
+_NO_OBJECT = re.compile("NoSuchBucket|NoSuchUpload")  # what is missing is not the object
 _LAST_RESPONSE = re.compile(r"status code: (\d+)[^:]*(?:.*?<Code>(\w+)</Code>)?", re.DOTALL)
 # Why repeating a request does not help, by the code in the response, or by its status.
 _PERMANENT = {
@@ -132,19 +132,11 @@ class ObjectStore:
     def put(self, path: str, content: bytes | Path) -> None:
         """Create or replace an object. It is visible only when it is complete.
 
-        A large file is uploaded in parts. If the response to the request that completes them is lost, the repeated
-        request does not find the upload, and the whole file is uploaded again.
+        A large file is uploaded in parts. Raise FileNotFoundError if the local file does not exist.
         """
         size = content.stat().st_size if isinstance(content, Path) else len(content)
         store = self._store if size <= _PART_BYTES else self._bulk_store
-        for _ in range(_PUT_ATTEMPTS):
-            try:
-                self._request(lambda: self._obstore.put(store, self._full(path), content, chunk_size=_PART_BYTES))
-                return
-            except FileNotFoundError as error:
-                if "NoSuchUpload" not in str(error):
-                    raise  # the local file is missing
-        raise StoreError(f"{self.key}={self.address}: the upload of {path} was lost repeatedly", False)
+        self._request(lambda: self._obstore.put(store, self._full(path), content, chunk_size=_PART_BYTES))
 
     def create(self, path: str, content: bytes) -> bool:
         """Create an object. Return False if it exists with another content.
@@ -280,7 +272,7 @@ class ObjectStore:
         except (errors.AlreadyExistsError, errors.PreconditionError) as error:
             raise Stale(str(error).splitlines()[0]) from None
         except (errors.BaseError, OSError) as error:
-            if isinstance(error, FileNotFoundError) and "NoSuchBucket" not in str(error):
+            if isinstance(error, FileNotFoundError) and not _NO_OBJECT.search(str(error)):
                 raise
             raise self._explained(error) from None
 
@@ -294,6 +286,8 @@ class ObjectStore:
         is_temporary = isinstance(error, self._obstore.exceptions.GenericError) and (
             status is None or status[0] == "5" or status in ("408", "429")
         )
+        # If the response that completes an upload is lost, the repeated request does not find the upload.
+        is_temporary |= "NoSuchUpload" in text
         return StoreError(f"{self.key}={self.address}: {shown}", reason is not None, is_temporary and reason is None)
 
 

@@ -121,6 +121,23 @@ def test_every_third_request_fails(fault: str, bucket: Bucket, proxy: Proxy, tmp
     assert sum(count for name, count in proxy.counts.items() if name.endswith(fault)) >= 2
 
 
+def test_an_upload_whose_last_response_is_lost_is_repeated(bucket: Bucket, proxy: Proxy, tmp_path: Path) -> None:
+    lost: list[str] = []
+
+    def lose(number: int, method: str, path: str) -> str | None:
+        if method != "POST" or "uploadId" not in path or lost:
+            return None
+        lost.append(path)
+        return "cut body"
+
+    proxy.fault = lose
+    (tmp_path / "file").write_bytes(b"x" * (12 * 2**20))
+    store = store_of(bucket, proxy)
+    store.put("file", tmp_path / "file")
+    assert lost and store.num_retries == 1
+    assert [(each.path, each.size) for each in store.list()] == [("file", 12 * 2**20)]
+
+
 def test_a_forked_process_cannot_use_a_store(bucket: Bucket, tmp_path: Path) -> None:
     store = store_of(bucket)
     store.list()
