@@ -4,20 +4,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from hydra.core.plugins import Plugins
-from omegaconf import DictConfig, OmegaConf
 
-from runner.checkpoints.pull import pull
 from runner.config.compose import checked, compose, prepared_hydra
 from runner.config.custom_dirs import add_to_path
 from runner.config.diagnostics.overrides import refuse_overrides
-from runner.config.pointers import named_directory, with_addresses
+from runner.config.pointers import named_directory, pull_named, with_addresses
 from runner.config.recorded_code import importing_code_of
 from runner.config.request import Request
 from runner.config.resume import STOP_ON_FAILURE, Arguments, add_recorded
 from runner.distributed.environment import RankInfo, run_in_progress
 from runner.errors import InputError
 from runner.records.run_directory import Command, Destination
-from runner.remote.address import Address, is_remote
 
 
 @contextmanager
@@ -51,23 +48,6 @@ def prepare(arguments: Arguments, rank_info: RankInfo, words: Sequence[str]) -> 
         queued_overrides=tuple(arguments.launch_overrides),
         code_of=arguments.code_of,
     )
-
-
-def pull_named(cfg: DictConfig) -> None:
-    """Download the run or sweep that `run_id` names if `outputs` is an address, and if it exists there."""
-    if cfg.get("run_id") and not cfg.get("resume") and is_remote(cfg.outputs):
-        found = OmegaConf.select(cfg, "remote.options")
-        options = OmegaConf.to_container(found, resolve=True) if OmegaConf.is_dict(found) else {}
-        assert isinstance(options, dict)
-        address = Address.parse(str(cfg.outputs)) / str(cfg.name) / str(cfg.run_id)
-        texts = {str(name): value for name, value in options.items()}
-        pull(
-            str(address),
-            "outputs",
-            options=texts,
-            local_dir=OmegaConf.select(cfg, "remote.local_dir"),
-            is_optional=True,
-        )
 
 
 def _register_sweepers() -> None:

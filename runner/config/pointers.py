@@ -1,11 +1,12 @@
 """The directory that resume=, fork= or run= names: how it is found, and how it is written as an override."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.types import Quote, QuotedString
+from omegaconf import DictConfig, OmegaConf
 
 from runner.checkpoints.layout import BEST, LAST, find_checkpoint
 from runner.checkpoints.pull import pull
@@ -58,7 +59,7 @@ def _find_newest(key: str, values: Mapping[str, Any], kind: str) -> Path:
     shown = str(directory / name)
     if is_remote(outputs):
         shown = str(Address.parse(outputs) / ("" if name == ANY_NAME else name))
-        pull(shown, "outputs", None, _remote_options(values), _local_dir(values), is_optional=True)
+        _pull(shown, "outputs", values, None, is_optional=True)
     parents = [path for path in directory.glob("*") if path.is_dir()] if name == ANY_NAME else [directory / name]
     if (path := _NEWEST[kind](parents)) is None:
         raise InputError(f"{key}=last: there is no {kind} under {shown}; set name=, outputs= or {key}=DIR")
@@ -69,7 +70,7 @@ def _local_copy(value: str, key: str, values: Mapping[str, Any], kind: str, is_o
     """Return the local copy of the run or sweep at an address, with the checkpoints that the command needs."""
     named = values.get("checkpoint.load")
     checkpoints = None if kind == "sweep or run" else (LAST, BEST, *([str(named)] if named else []))
-    path = pull(value, key, checkpoints, _remote_options(values), _local_dir(values), is_optional=is_optional)
+    path = _pull(value, key, values, checkpoints, is_optional)
     if not (is_sweep(path) or (path / OVERRIDES).is_file()):
         raise InputError(f"{key}={value} is no run directory (it has no {OVERRIDES}); name one below it, or {key}=last")
     if is_sweep(path) and kind == "run":
@@ -79,12 +80,26 @@ def _local_copy(value: str, key: str, values: Mapping[str, Any], kind: str, is_o
     return path
 
 
-def _remote_options(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of the object store that the overrides of the command set."""
-    given = values.get("remote.options")
-    prefix = "remote.options."
-    single = {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
-    return {**({str(name): value for name, value in given.items()} if isinstance(given, dict) else {}), **single}
+def pull_named(cfg: DictConfig) -> None:
+    """Download the run or sweep that `run_id` names if `outputs` is an address, and if it exists there."""
+    if cfg.get("run_id") and not cfg.get("resume") and is_remote(cfg.outputs):
+        remote: Any = OmegaConf.to_container(cfg.remote, resolve=True) if OmegaConf.is_dict(cfg.remote) else {}
+        address = Address.parse(str(cfg.outputs)) / str(cfg.name) / str(cfg.run_id)
+        _pull(str(address), "outputs", {f"remote.{key}": value for key, value in remote.items()}, is_optional=True)
+
+
+def _pull(
+    address: str,
+    key: str,
+    values: Mapping[str, Any],
+    checkpoints: Sequence[str] | None = (LAST, BEST),
+    is_optional: bool = False,
+) -> Path:
+    """Call `pull` with the options of the object store and the `remote.local_dir` among these values."""
+    given, prefix = values.get("remote.options"), "remote.options."
+    options = {str(name): value for name, value in given.items()} if isinstance(given, dict) else {}
+    options |= {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
+    return pull(address, key, checkpoints, options, _local_dir(values), is_optional=is_optional)
 
 
 def _local_dir(values: Mapping[str, Any]) -> str | None:

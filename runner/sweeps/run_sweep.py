@@ -9,9 +9,8 @@ from pathlib import Path
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from runner.config.command import pull_named
 from runner.config.compose import compose
-from runner.config.pointers import named_directory
+from runner.config.pointers import named_directory, pull_named
 from runner.config.resume import OVER, STOP_ON_FAILURE, Arguments
 from runner.config.texts import typed_options
 from runner.distributed.environment import RankInfo
