@@ -63,33 +63,35 @@ def _complete_newest(path: Path, config: Config) -> str | None:
 
 def _complete(path: Path, config: Config, checkpoint: Path) -> None:
     """Download the files of a checkpoint that other machines have written. Raise JobFailed if they are not uploaded."""
-    deadline, problem = time.monotonic() + config.remote.patience_s, ""
-    while not is_complete(checkpoint):
+    if not is_complete(checkpoint):
         try:
-            pull_copy(path, config, checkpoint.name, is_locked=True)
+            _download_uploaded(path, config, checkpoint.name)
+        except InputError as error:
+            raise JobFailed(str(error)) from None
+
+
+def _download_uploaded(path: Path, config: Config, name: str) -> None:
+    """Download a checkpoint once other machines have uploaded it. Raise InputError after remote.patience_s."""
+    deadline, problems = time.monotonic() + config.remote.patience_s, list[str]()
+    while True:
+        try:
+            pull_copy(path, config, name, is_locked=True)
         except InputError as error:  # the store may be unavailable for a while
-            problem = f"\n{error}"
+            problems = error.messages
+        if is_complete(path / CHECKPOINTS / name):
+            return
         if time.monotonic() > deadline:
-            raise JobFailed(_describe_missing(path, config, checkpoint.name) + problem)
+            patience = f"{config.remote.patience_s:g} s (remote.patience_s)"
+            missing = f"{address_of(path, config)}: its checkpoint {name} was not uploaded within {patience}"
+            raise InputError(missing, *problems)
         time.sleep(_PAUSE_S)
-
-
-def _describe_missing(path: Path, config: Config, name: str) -> str:
-    patience = f"{config.remote.patience_s:g} s (remote.patience_s)"
-    return f"{address_of(path, config)}: its checkpoint {name} was not uploaded within {patience}"
 
 
 def _download(directory: RunDirectory, newest: str | None, config: Config) -> None:
     """Make the directory a copy of that of rank 0, with its newest checkpoint only, and start its mirror."""
-    deadline = time.monotonic() + config.remote.patience_s
     pull_copy(directory.path, config)
-    while newest is not None:
-        pull_copy(directory.path, config, newest, is_locked=True)
-        if (directory.checkpoints / newest).exists():
-            break
-        if time.monotonic() > deadline:
-            raise InputError(_describe_missing(directory.path, config, newest))
-        time.sleep(_PAUSE_S)  # rank 0's machine uploads it
+    if newest is not None:
+        _download_uploaded(directory.path, config, newest)
     directory.path.mkdir(parents=True, exist_ok=True)
     for checkpoint in list_checkpoints(directory.checkpoints):
         if checkpoint.name != newest:
