@@ -80,7 +80,7 @@ class Shards(Dataset[Any]):
             self.index = _open_remote_index(self.remote, cache)
         else:
             self.directory = _directory(root, split)
-            self.index = _open_index(self.directory, root, cache)
+            self.index = _open_local_index(self.directory, root, cache)
         self.block_ends = self.index.block_ends(BLOCK_BYTES)
         if self.remote is not None:
             self.remote.row_groups = self.index.row_groups()
@@ -269,28 +269,35 @@ def _directory(root: str, split: str) -> Path:
 def _open_remote_index(remote: RemoteShards, cache: Path) -> ShardIndex:
     """Return the index of shards at an address: a copy of the one beside them, or else one that is built here."""
     path = index_path(None, f"{remote.root}/{remote.prefix}", cache)
-    with locked(cache / "index.lock"):
-        if not path.exists() and not remote.copy_index(path):
+
+    def build() -> None:
+        if not remote.copy_index(path):
             build_index(path, remote.copies())
-    index = read_index(path)
-    sizes, e_tags = zip(*remote.shards.values(), strict=True)
-    index.check(list(remote.shards), sizes, e_tags)
-    return index
+
+    return _open_index(path, cache, remote.shards, build)
 
 
-def _open_index(directory: Path, root: str, cache: Path) -> ShardIndex:
-    """Return the index of a directory, which is built if it does not exist."""
-    names = sorted(path.name for path in directory.iterdir() if path.name.endswith(ENDINGS))
-    if not names:
+def _open_local_index(directory: Path, root: str, cache: Path) -> ShardIndex:
+    """Return the index of a directory."""
+    paths = sorted(path for path in directory.iterdir() if path.name.endswith(ENDINGS))
+    if not paths:
         raise ValueError(f"root={root}: {directory} has no shards ({' or '.join(ENDINGS)})")
+    path = index_path(directory, str(directory.resolve()), cache)
+    shards = {each.name: (each.stat().st_size, "") for each in paths}
+    return _open_index(path, cache, shards, lambda: build_index(path, ((each.name, each, "") for each in paths)))
+
+
+def _open_index(
+    path: Path, cache: Path, shards: Mapping[str, tuple[int, str]], build: Callable[[], None]
+) -> ShardIndex:
+    """Return the index in a file, which is built if it does not exist. Raise ValueError if the shards differ."""
     try:
-        path = index_path(directory, str(directory.resolve()), cache)
         if not path.exists():
             with locked(cache / "index.lock"):
                 if not path.exists():
-                    build_index(path, ((name, directory / name, "") for name in names))
+                    build()
     except OSError as error:
         raise ValueError(f"cache_dir={cache}: the index cannot be written there ({error.strerror})") from None
     index = read_index(path)
-    index.check(names, [(directory / name).stat().st_size for name in names], [""] * len(names))
+    index.check(shards)
     return index

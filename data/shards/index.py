@@ -6,9 +6,10 @@ import json
 import os
 import tarfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ class ShardIndex:
     shards: list[str]  # names
     sizes: list[int]  # bytes
     e_tags: list[str]  # of shards in an object store; empty strings for local files
-    ends: np.ndarray  # (num_shards,), the number of samples up to the end of each shard
+    bounds: np.ndarray  # (num_shards + 1,), the number of samples before each shard, and that of all samples
     groups: list[list[tuple[int, int, int]]]  # of each shard, as `parquet.row_groups`; empty for other formats
     extensions: list[str]  # of the members
     found: Sizes
@@ -84,35 +85,33 @@ class ShardIndex:
 
     def shard_of(self, sample: int) -> int:
         """Return the number of the shard that contains a sample."""
-        return int(np.searchsorted(self.ends, sample, side="right"))
+        return int(np.searchsorted(self.bounds, sample, side="right")) - 1
 
     def block_ends(self, block_bytes: int) -> np.ndarray:
         """Return the number of samples up to the end of each block.
 
         A block is a row group, a shard, or a part of a shard of about `block_bytes`.
         """
-        found, first = [], 0
-        for size, groups, end in zip(self.sizes, self.groups, self.ends.tolist(), strict=True):
-            if groups:
-                found.append(np.array([first + rows for rows, _, _ in groups]))
-                first = end
-                continue
-            starts = self.table[first:end, START]
-            parts = max(1, round(size / block_bytes))
-            found.append(first + np.searchsorted(starts, [size * part // parts for part in range(1, parts)]))
-            found.append(np.array([end]))
-            first = end
-        return np.unique(np.concatenate(found))
+        found = list[int]()
+        for size, groups, (first, end) in zip(self.sizes, self.groups, pairwise(self.bounds.tolist()), strict=True):
+            ends = [rows for rows, _, _ in groups]
+            if not groups:
+                parts = max(1, round(size / block_bytes))
+                starts = [size * part // parts for part in range(1, parts)]
+                ends = [*np.searchsorted(self.table[first:end, START], starts).tolist(), end - first]
+            found += [first + each for each in ends]
+        return np.unique(found)
 
     def row_groups(self) -> dict[tuple[str, int], dict[str, Any]]:
         """Return what a request for a row group contains, by the shard and the first byte in its rows."""
-        found, first = {}, 0
-        for shard, size, groups, end in zip(self.shards, self.sizes, self.groups, self.ends.tolist(), strict=True):
-            rows = [0, *(rows for rows, _, _ in groups)]
-            for number, (_, start, stop) in enumerate(groups):
+        found = {}
+        bounds = self.bounds[:-1].tolist()
+        for shard, size, groups, bound in zip(self.shards, self.sizes, self.groups, bounds, strict=True):
+            first = bound
+            for number, (rows, start, stop) in enumerate(groups):
                 request = {"group": number, "parts": [[start, stop], [groups[-1][2], size]], "size": size}
-                found[shard, int(self.table[first + rows[number], START])] = request
-            first = end
+                found[shard, int(self.table[first, START])] = request
+                first = bound + rows
         return found
 
     def sample_in(self, content: bytes, sample: int) -> dict[str, bytes]:
@@ -127,26 +126,26 @@ class ShardIndex:
     def describe(self, sample: int) -> str:
         """Return the shard of a sample and its number in the shard, from 0, for a message."""
         shard = self.shard_of(sample)
-        return f"{self.shards[shard]}, sample {sample - (int(self.ends[shard - 1]) if shard else 0)}"
+        return f"{self.shards[shard]}, sample {sample - int(self.bounds[shard])}"
 
-    def check(self, shards: Sequence[str], sizes: Sequence[int], e_tags: Sequence[str]) -> None:
-        """Raise ValueError unless the existing shards are those that were indexed."""
-        if different := sorted(set(shards) ^ set(self.shards)):
+    def check(self, shards: Mapping[str, tuple[int, str]]) -> None:
+        """Raise ValueError unless the existing shards, with their sizes and e_tags, are those that were indexed."""
+        if different := sorted(shards.keys() ^ set(self.shards)):
             state = "is missing" if different[0] in self.shards else "was added after the shards were indexed"
             raise ValueError(f"{different[0]} {state}; {self.advice()}")
-        for number, (size, e_tag) in enumerate(zip(sizes, e_tags, strict=True)):
+        for number, (name, (first, end)) in enumerate(zip(self.shards, pairwise(self.bounds.tolist()), strict=True)):
+            size, e_tag = shards[name]
             if size < self.sizes[number]:
-                first = int(self.ends[number - 1]) if number else 0
-                complete = int(np.searchsorted(self.table[first : self.ends[number], END], size, side="right"))
+                complete = int(np.searchsorted(self.table[first:end, END], size, side="right"))
                 if groups := self.groups[number]:
                     complete = max([rows for rows, _, stop in groups if stop <= size], default=0)
-                cut = min(first + complete, int(self.ends[number]) - 1)
+                cut = min(first + complete, end - 1)
                 raise ValueError(
                     f"{self.describe(cut)} is truncated: the shard had {self.sizes[number]:,} bytes when it was "
                     f"indexed, and has {size:,}; {self.advice()}"
                 )
             if size != self.sizes[number] or (self.e_tags[number] and e_tag != self.e_tags[number]):
-                raise ValueError(f"{self.shards[number]} has changed since it was indexed; {self.advice()}")
+                raise ValueError(f"{name} has changed since it was indexed; {self.advice()}")
 
     def advice(self) -> str:
         return f"restore the shards, or remove {self.path} to index them again"
@@ -159,10 +158,10 @@ def read_index(path: Path) -> ShardIndex:
             header = json.loads(line := file.readline())
         if header.pop("format") != FORMAT:
             raise ValueError("another version wrote it")
-        count, extensions = header["ends"][-1], header["extensions"]
-        table = np.memmap(path, np.int64, "r", len(line), (count, 3 + 2 * len(extensions)))
-        found = Sizes(**header.pop("found"))
-        return ShardIndex(path, table=table, found=found, **{**header, "ends": np.array(header["ends"])})
+        bounds, found = np.array([0, *header.pop("ends")]), Sizes(**header.pop("found"))
+        shape = int(bounds[-1]), 3 + 2 * len(header["extensions"])
+        table = np.memmap(path, np.int64, "r", len(line), shape)
+        return ShardIndex(path, table=table, bounds=bounds, found=found, **header)
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{path} cannot be read ({error}); remove it to index the shards again") from None
 
@@ -202,7 +201,6 @@ def index_path(directory: Path | None, root: str, cache: Path) -> Path:
     """Return the file of the index: beside local shards if it is there or can be written, or else in the cache."""
     if directory is not None and ((directory / NAME).exists() or os.access(directory, os.W_OK)):
         return directory / NAME
-    cache.mkdir(parents=True, exist_ok=True)
     return cache / f"{hashlib.sha256(root.encode()).hexdigest()[:32]}.shards"
 
 
