@@ -1,13 +1,14 @@
 """Check and measure training on one GPU, and print a short table.
 
 usage: python benchmarks/gpu.py [--minutes 10] [--work convnet-512,gpt-124m] [--variant bf16] [--rounds 5] [--steps N]
-           [--root DIR] [--no-checks | --check-jobs]
+           [--root DIR] [--no-checks | --check-jobs] [--settings]
 
 It first runs the tests that need a GPU, and with --check-jobs those of jobs in all modes, resumes, averages,
 accumulation and precisions (`pytest --device cuda`), whose ranks share the GPU. Then, round after round until the time
 is over, it measures a hand-written loop, the runner and the limit, which is the same step in a CUDA graph on batches in
 the memory of the GPU. Each workload is measured in fp32, in bf16, and in bf16 with a compiled model. `mfu` is the
 runner's perf/mfu.
+With --settings it measures the runner with its default settings and with one of them changed instead, in fp32 and bf16.
 Without a GPU it measures the workload convnet of the suite on the CPU, to test this script.
 """
 
@@ -21,6 +22,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -31,7 +33,8 @@ from page import facts  # noqa: E402
 from peers.commands import BASELINE, ROOT, RUNNER, CommandFailed, Place, command, measure  # noqa: E402
 from peers.works import ALL_WORKS, GPU_WORKS, MNIST  # noqa: E402
 
-LIMIT = "limit"
+LIMIT, DEFAULTS = "limit", "defaults"
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 COMMANDS = (BASELINE, RUNNER, LIMIT)
 # By name: the environment of the scripts, and the runner's overrides.
 VARIANTS = {
@@ -43,8 +46,19 @@ OF_GPUS = ("-m", "gpu", "-n", "0", "tests/commands/test_gpu.py")
 OF_JOBS = (
     *("-n", "4", "tests/parallel/test_parity.py", "tests/checkpoints/test_resume.py", "tests/parallel/test_ema.py"),
     *("tests/training/test_trainer.py", "tests/parallel/test_fsdp.py", "tests/parallel/test_objective_values.py"),
-    *("tests/training/test_nan_guard.py", "tests/training/test_replay.py", "tests/parallel/test_special_parameters.py"),
+    *("tests/input/test_device_samples.py", "tests/training/test_nan_guard.py"),
+    *("tests/training/test_replay.py", "tests/parallel/test_special_parameters.py"),
 )
+# Changes of the runner's default settings: overrides, or variables of the environment.
+SETTINGS = {
+    "fp32": ["tf32=true", "tf32=false", "cudnn_benchmark=true", "memory_format=contiguous"],
+    "bf16": [
+        *("cudnn_benchmark=true", "memory_format=contiguous", "+optimizer.fused=true", "optimizer.fused=false"),
+        *("keep_samples=device", "loader.pin_memory=false", "loader.num_workers=2", "clip_grad_norm=1.0"),
+        f"{ALLOCATOR}=expandable_segments:True",
+    ],
+}
+ON_CPU = ["keep_samples=device", "memory_format=contiguous"]
 Figures = dict[tuple[str, str, str], list[float]]  # samples/s and mfu of each round, by workload, variant and command
 
 
@@ -83,6 +97,55 @@ def measure_all(given: argparse.Namespace, place: Place, end: float) -> tuple[Fi
     return figures, failures
 
 
+def settings_of(work: str, variant: str) -> list[str]:
+    """Return the changed settings that have an effect on a workload."""
+    found = SETTINGS.get(variant, []) if ON_GPU else ON_CPU * (variant == "fp32")
+    convolves, is_sgd = work.startswith(("convnet", "resnet18")), ALL_WORKS[work].optimizer == "SGD"
+    unused = {"optimizer.fused=false" if is_sgd else "+optimizer.fused=true"}
+    unused |= set() if convolves else {"cudnn_benchmark=true", "memory_format=contiguous"}
+    return [setting for setting in found if setting not in unused]
+
+
+def measure_settings(given: argparse.Namespace, place: Place, end: float) -> tuple[Figures, list[str]]:
+    """Measure the runner with default and with changed settings in turn. Return the figures, and the errors."""
+    figures: Figures = defaultdict(list)
+    failures, longest = list[str](), 0.0
+    cells = [(work, variant) for work in given.work for variant in given.variant if settings_of(work, variant)]
+    for _ in range(given.rounds):
+        for work, variant in cells:
+            for setting in (DEFAULTS, *settings_of(work, variant)):
+                start = time.monotonic()
+                if start + longest >= end:
+                    return figures, failures
+                is_variable = setting.startswith(ALLOCATOR)
+                os.environ |= {ALLOCATOR: setting.partition("=")[2]} if is_variable else {}
+                changes = "" if is_variable or setting == DEFAULTS else f" {setting}"
+                peer = RUNNER + VARIANTS[variant][1] + changes
+                words = command(peer, work, 1, given.steps or ALL_WORKS[work].steps, place)
+                try:
+                    figures[work, variant, setting].append(measure(words, place)["samples_per_second"])
+                except CommandFailed as error:
+                    failures.append(f"{work}, {variant}, {setting}: {error}")
+                if is_variable:
+                    del os.environ[ALLOCATOR]
+                longest = max(longest, time.monotonic() - start)
+    return figures, failures
+
+
+def render_settings(figures: Figures) -> str:
+    """Return a table with the best and the median round of each setting, in samples/s, and the ratio to the defaults.
+
+    The ratio is the median of those of the rounds.
+    """
+    lines = ["| workload | variant | setting | best | median | median / defaults | rounds |", "|---" * 7 + "|"]
+    for (work, variant, setting), rates in figures.items():
+        defaults = figures[work, variant, DEFAULTS]
+        ratios = [rate / default for rate, default in zip(rates, defaults, strict=False)]
+        cells = [f"{max(rates):,.0f}", f"{median(rates):,.0f}", f"{median(ratios):.3f}", str(len(rates))]
+        lines.append(f"| {' | '.join([work, variant, f'`{setting}`', *cells])} |")
+    return "\n".join(lines)
+
+
 def _mfu(place: Place) -> float | None:
     (result,) = (place.scratch / "outputs").glob("*/*/result.json")
     mfu: float | None = json.loads(result.read_text())["mfu"]
@@ -116,6 +179,7 @@ def arguments() -> argparse.Namespace:
     checks = parser.add_mutually_exclusive_group()
     checks.add_argument("--no-checks", action="store_true", help="do not run the tests")
     checks.add_argument("--check-jobs", action="store_true", help="run also tests of jobs that CI runs on a CPU")
+    parser.add_argument("--settings", action="store_true", help="compare the runner's default settings with others")
     given = parser.parse_args()
     given.work = given.work or (list(GPU_WORKS) if ON_GPU else ["convnet"])
     for work in given.work:
@@ -139,11 +203,11 @@ def main() -> int:
         place = Place(given.root.resolve() if given.root else Path(scratch, "data"), Path(scratch))
         if any(ALL_WORKS[work].data is MNIST for work in given.work) and not (place.data / "MNIST").exists():
             subprocess.run([sys.executable, ROOT / "benchmarks" / "mnist_files.py", place.data], check=True)
-        figures, failures = measure_all(given, place, end)
+        figures, failures = (measure_settings if given.settings else measure_all)(given, place, end)
     device = torch.cuda.get_device_name() if ON_GPU else "CPU"
     print(
         facts(load, [f"measured on {device}", checks, *failures]),
-        render(figures, given.work, given.variant),
+        render_settings(figures) if given.settings else render(figures, given.work, given.variant),
         sep="\n\n",
     )
     return 1 if failures else 0

@@ -158,7 +158,7 @@ class Config:
     max_steps: Annotated[int | None, AtLeast(1)] = None
     val_fraction: Annotated[float | None, Between(0, 1, "0.1")] = None
     val_fold: Annotated[int | None, AtLeast(0)] = None
-    keep_samples: bool = False
+    keep_samples: Annotated[Any, bool | Literal["device"], OneOf((True, False, "device"))] = False
     transform_targets: Annotated[Any, bool | Literal["auto"], OneOf(("auto", True, False))] = "auto"
     batch_size: Annotated[int, AtLeast(1)] = 64
     micro_batches: Annotated[Any, int | Literal["auto"], AtLeast(1, ("auto",))] = 1
@@ -166,6 +166,8 @@ class Config:
     compile: Annotated[
         Any, bool | Literal["reduce-overhead", "max-autotune"], OneOf((True, False, "reduce-overhead", "max-autotune"))
     ] = False
+    tf32: Annotated[Any, bool | Literal["convolutions"], OneOf(("convolutions", True, False))] = "convolutions"
+    cudnn_benchmark: bool = False
     memory_format: Annotated[str, OneOf(("auto", "contiguous", "channels_last"))] = "auto"
     sync_batchnorm: Annotated[Any, bool | Literal["auto"], OneOf(("auto", True, False))] = "auto"
     activation_checkpointing: Annotated[Any, int | Literal["none", "full"], AtLeast(1, ("none", "full"))] = "none"

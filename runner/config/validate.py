@@ -64,9 +64,21 @@ def check_fit(config: Config, device_type: str | None) -> list[str]:
         messages.append("precision=fp16 needs a GPU, because its gradients must be scaled; try precision=bf16")
     if config.compile == "reduce-overhead" and device_type == "cpu":
         messages.append("compile=reduce-overhead needs a GPU, because it captures CUDA graphs; try compile=true")
+    if config.tf32 != "convolutions" and (device_type == "cpu" or config.precision == "fp64"):
+        reason = "without a GPU" if device_type == "cpu" else "with precision=fp64"
+        messages.append(f"tf32={show(config.tf32)} has no effect {reason}; try tf32=convolutions")
+    if config.cudnn_benchmark and device_type == "cpu":
+        messages.append("cudnn_benchmark=true has no effect without a GPU; leave it out")
     loader = config.loader  # a custom loader need not have these options
     if loader.get("pin_memory") and device_type == "cpu":
         messages.append("loader.pin_memory=true has no effect without a GPU; try loader.pin_memory=null")
+    if config.keep_samples == "device":
+        if loader.get("num_workers"):
+            problem = "keep_samples=device selects the samples on the device, where workers cannot"
+            messages.append(f"loader.num_workers={loader['num_workers']}: {problem}; try loader.num_workers=0")
+        if loader.get("pin_memory") and device_type != "cpu":
+            problem = "has no effect with keep_samples=device, because no batch is copied"
+            messages.append(f"loader.pin_memory=true {problem}; try loader.pin_memory=null")
     for key in ("prefetch", "timeout_s"):
         if loader.get(key) is not None and "num_workers" in loader and not loader["num_workers"]:
             messages.append(f"loader.{key}={loader[key]} needs worker processes; try loader.num_workers=2")

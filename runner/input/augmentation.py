@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from runner.config.instantiate import make_group
 from runner.errors import InputError, failed_with
-from runner.input.pytree import register_types
+from runner.input.pytree import map_tensors, register_types, tensors
 from runner.input.rng import TRANSFORMS, seeded
 from runner.input.source import Source
 
@@ -56,11 +56,13 @@ def augment(
     seed: int,
     transform_targets: bool | Literal["auto"] = "auto",
     keeps_shapes: bool = False,
+    device: torch.device | None = None,
 ) -> Source:
     """Return the data with the transforms, which `nodes` configures by name.
 
     keeps_shapes: The configuration declares the shape of a sample, so that a transform must not change it. Raises
-    InputError if a transform refuses its options or fails.
+    InputError if a transform refuses its options or fails. device: where the samples are kept and transformed; None for
+    the CPU, without keep_samples=device.
     """
     transforms: dict[str, Callable[..., Any]] = {}
     for name, node in nodes.items():
@@ -86,7 +88,28 @@ def augment(
             f"{key} returns tensors of shape {_shapes(transformed)} for those of {_shapes(sample)}, but validation "
             "samples are not transformed; keep the shapes, or set data.sample_shape"
         )
+    if device is not None and device.type != "cpu":
+        _check_on(device, augmentation, sample)
     return replace(source, transform=augmentation)
+
+
+def _check_on(device: torch.device, augmentation: Augmentation, sample: Any) -> None:
+    """Raise InputError unless each transform computes on the device what it computes on the CPU."""
+    for name, transform in augmentation.transforms.items():
+        key = f"keep_samples=device: transforms.{name}"
+        alone = replace(augmentation, transforms={name: transform})
+        moved = map_tensors(lambda tensor: tensor.to(device), sample)
+        before = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        try:
+            moved = alone(moved, 0, 0)
+        except Exception as error:  # of a transform
+            raise InputError(f"{key} fails on {device}{failed_with(error)}; try keep_samples=true") from None
+        if any(tensor.device.type != device.type for tensor in tensors(moved)):
+            raise InputError(f"{key} computes on the CPU, and the samples are on {device}; try keep_samples=true")
+        if before is not None and not torch.equal(before, torch.cuda.get_rng_state(device)):
+            problem = f"draws random numbers on {device}, which are not those of the CPU"
+            raise InputError(f"{key} {problem}; try keep_samples=true")
+        sample = alone(sample, 0, 0)
 
 
 def _are_masks(wanted: bool | Literal["auto"], sample: Any) -> bool:

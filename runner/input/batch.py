@@ -12,9 +12,14 @@ from runner.input.pytree import num_rows
 
 def cast_floating(tensor: Tensor, to: dtype) -> Tensor:
     """Convert floating-point data to a dtype, and complex data to its counterpart; integers, as of classes, stay."""
-    if tensor.is_complex():
-        return tensor.to(to.to_complex())
-    return tensor.to(to) if tensor.is_floating_point() else tensor
+    return tensor.to(cast_type(tensor.dtype, to))
+
+
+def cast_type(of: dtype, to: dtype) -> dtype:
+    """Return the dtype to which `cast_floating` converts data of the dtype `of`."""
+    if of.is_complex:
+        return to.to_complex()
+    return to if of.is_floating_point else of
 
 
 def widen_integers(tensor: Tensor) -> Tensor:

@@ -11,11 +11,13 @@ from torch.utils.data import IterableDataset
 
 from runner.config.diagnostics.import_target import locate
 from runner.config.diagnostics.signature import accepts, literals, split_option
+from runner.config.diagnostics.type_hints import show
 from runner.config.instantiate import make_group
 from runner.config.schema import SPLITS, Config
 from runner.distributed.world import World
 from runner.errors import InputError, failed_with
 from runner.input.augmentation import augment
+from runner.input.device_samples import VALUE
 from runner.input.rng import derive_seed
 from runner.input.sample_cache import CannotCache
 from runner.input.source import Source
@@ -44,10 +46,11 @@ def load_data(config: Config, choices: Mapping[str, str], world: World) -> tuple
     train, evaluated = _load_or_download(config.data, world, load)
     try:
         _check_streams(config, choices, train, evaluated, world)
+        device = world.device if config.keep_samples == VALUE else None
         for source in dict.fromkeys((train, evaluated)) if config.keep_samples else ():
-            source.cache_samples()
+            source.cache_samples() if device is None else source.keep_on(device)
         keeps_shapes = "sample_shape" in config.data
-        train = augment(train, config.transforms, config.seed, config.transform_targets, keeps_shapes)
+        train = augment(train, config.transforms, config.seed, config.transform_targets, keeps_shapes, device)
         return train, evaluated
     except InputError:
         raise
@@ -64,7 +67,8 @@ def _check_streams(config: Config, choices: Mapping[str, str], train: Source, ev
         if not isinstance(stream, Stream):
             continue
         if config.keep_samples:
-            raise InputError(f"keep_samples=true needs map-style datasets, and {data} is a stream; leave it out")
+            key = f"keep_samples={show(config.keep_samples)}"
+            raise InputError(f"{key} needs map-style datasets, and {data} is a stream; leave it out")
         task = locate(config.task["_target_"])
         if source is evaluated and task.section == "predict":
             raise InputError(f"task=predict: {data} is a stream, whose samples have no index; use a map-style dataset")

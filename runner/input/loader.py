@@ -7,10 +7,10 @@ import resource
 import signal
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.connection import wait
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, get_worker_info
@@ -19,12 +19,15 @@ from runner.distributed.failures.signals import exit_at_once_with_parent, ignore
 from runner.distributed.machine import LARGER, can_open, check_open_files, check_shared_memory
 from runner.errors import JobFailed
 from runner.input.batch import MicroBatch, StepBatch, cast_floating
+from runner.input.device_copies import DeviceCopies, one_ahead
+from runner.input.device_samples import DeviceSamples
 from runner.input.pytree import map_tensors, split, tensors
 from runner.input.sample_weights import read_sample_weights
 from runner.input.sampler import Sampler
 from runner.input.source import Source
-from runner.input.stream import Position, StepReader, StepSamples, Stream
+from runner.input.stream import Position, StepReader, Stream, until_last
 
+T = TypeVar("T")
 # Limits of what is read at once from a dataset with `reads_ahead`: local micro-batches, and bytes of their samples.
 MOST_AT_ONCE, BYTES_AT_ONCE = 16, 8 * 2**20
 EXIT_S = 1.0  # timeout for a worker to exit after its connection is lost
@@ -42,7 +45,8 @@ class Loader:
     """Reads the samples that the sampler selects, in this process or in workers, and moves them to the device.
 
     If the dataset `reads_ahead` and there are no workers, several local micro-batches are read at once and then split.
-    A local micro-batch without samples has one that is not counted.
+    A local micro-batch without samples has one that is not counted. With a GPU, the next read is copied to it while the
+    current one is used, unless the samples are kept there.
     """
 
     def __init__(
@@ -89,13 +93,15 @@ class Loader:
         self._reads_ahead = num_workers == 0 and source.reads_ahead
         self._at_once: int | None = None  # local micro-batches; determined from the size of the first one
         self._timeout_s = timeout_s
+        self.copies_ahead = device.type == "cuda" and not isinstance(source.cache, DeviceSamples)
+        self._copies: DeviceCopies | None = None
         reader: Any = StepReader(source) if self.is_stream else source
         self._loader: DataLoader[Any] | None = DataLoader(
             reader,
             batch_sampler=self,  # any iterable is permitted
             num_workers=num_workers,
             collate_fn=_share_in_worker,
-            pin_memory=device.type == "cuda" if pin_memory is None else pin_memory,
+            pin_memory=self.copies_ahead if pin_memory is None else pin_memory,
             prefetch_factor=prefetch or 2 if num_workers else None,
             persistent_workers=num_workers > 0,
             timeout=timeout_s or 0.0 if num_workers else 0.0,
@@ -110,18 +116,18 @@ class Loader:
         self._position = (epoch, first_step)
         self._requested.clear()
         batches = self._naming_workers(iter(self._loader))
-        micro_batches = self._read(batches)
+        streamed = self._on_device((each.batches, each) for each in until_last(batches))
+        micro_batches = self._read(self._on_device(batches))
         blocks = self.sampler.blocks_ahead(epoch, first_step)
         for step in range(first_step, self.sampler.steps_per_epoch):
             start, is_last = time.perf_counter(), step + 1 == self.sampler.steps_per_epoch
             self.dataset.copy_ahead(next(blocks, []))
             checksums: list[float] = []
             if self.is_stream:
-                samples: StepSamples = next(batches)
+                copied, samples = next(streamed)
                 if samples.num_samples == 0:
                     raise ValueError(f"epoch {epoch + 1} of the stream has no samples after step {step}")
-                parts = zip(samples.batches, samples.indices, strict=True)
-                of_step = [MicroBatch(map_tensors(self.to_device, batch), indices) for batch, indices in parts]
+                of_step = [MicroBatch(*each) for each in zip(copied, samples.indices, strict=True)]
                 num_samples, is_last = samples.num_samples, is_last or samples.is_last
                 checksums = samples.checksums
                 self.stream_position = samples.position
@@ -182,13 +188,26 @@ class Loader:
     def _is_hashed(self, epoch: int, step: int) -> bool:
         return epoch == 0 and step < self.checksum_steps
 
-    def _read(self, batches: Iterator[Any]) -> Iterator[tuple[MicroBatch, list[float]]]:
-        """Yield local micro-batches on the device, and the checksums of their samples if they were requested.
+    def _on_device(self, read: Iterator[tuple[Any, T]]) -> Iterator[tuple[Any, T]]:
+        """Yield the data on the device, and what was read with it."""
+        if not self.copies_ahead:
+            for data, rest in read:
+                yield map_tensors(self.to_device, data), rest
+            return
+        copies = self._copies = self._copies or DeviceCopies(self.device)
+
+        def start(each: tuple[Any, T]) -> Callable[[], tuple[Any, T]]:
+            finish = copies.start(each[0], self.dtype, self.memory_format)
+            return lambda: (finish(), each[1])
+
+        yield from one_ahead(read, start)
+
+    def _read(self, batches: Iterator[tuple[Any, list[float]]]) -> Iterator[tuple[MicroBatch, list[float]]]:
+        """Yield local micro-batches, and the checksums of their samples if they were requested.
 
         Raise ValueError if a batch that was read ahead cannot be split.
         """
-        for each, checksums in batches:
-            batch = map_tensors(self.to_device, each)
+        for batch, checksums in batches:
             requested = self._requested.popleft()
             if self._at_once is None and requested[0]:
                 num_bytes = sum(tensor.nbytes for tensor in tensors(batch))

@@ -23,8 +23,58 @@ from runner.input.rng import DrawDetector
 class CannotCache(ValueError):
     """The samples of a dataset cannot be cached."""
 
-    def __init__(self, reason: str):
-        super().__init__(f"keep_samples=true: {reason}; leave it out")
+    def __init__(self, reason: str, value: str = "true"):
+        super().__init__(f"keep_samples={value}: {reason}; leave it out")
+
+
+class UniformSamples:
+    """Samples of a dataset that are tensors of one shape, whose values do not change from epoch to epoch.
+
+    Args:
+        value: Of keep_samples, for messages.
+        read: Returns the batch of some samples.
+        dataset_indices: Returns the indices by which messages name samples.
+
+    Attributes:
+        kinds: The shape and the dtype of each leaf of a sample.
+        structure: Of a sample.
+
+    Raises CannotCache if the first sample is not suitable.
+    """
+
+    def __init__(
+        self,
+        value: str,
+        read: Callable[[Sequence[int]], Any],
+        dataset_indices: Callable[[Sequence[int]], list[int]] = list,
+    ):
+        self._value, self._read, self._dataset_indices = value, read, dataset_indices
+        self._draws = DrawDetector()
+        first = self._batch([0])
+        leaves, self.structure = tree_flatten(register_types(first))
+        if not all(isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (1,) and leaf.numel() for leaf in leaves):
+            raise CannotCache(f"samples must be tensors and numbers, but the first one is {describe(first)}", value)
+        self.kinds = [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
+
+    def read(self, indices: Sequence[int]) -> list[torch.Tensor]:
+        """Return the leaves of a batch. Raise CannotCache if a sample has another shape or draws random numbers."""
+        batch = self._batch(indices)
+        leaves, structure = tree_flatten(register_types(batch))
+        kinds = [(leaf.shape[1:], leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if structure != self.structure or kinds != self.kinds:
+            found = f"sample {self._name(indices)} is {describe(batch)}"
+            raise CannotCache(f"samples must have the shape of the first, but {found}", self._value)
+        return leaves
+
+    def _batch(self, indices: Sequence[int]) -> Any:
+        batch = self._draws.call(lambda: self._read(indices))
+        if self._draws.has_drawn:
+            drawn = f"sample {self._name(indices)} draws random numbers, which would be the same in all epochs"
+            raise CannotCache(drawn, self._value)
+        return batch
+
+    def _name(self, indices: Sequence[int]) -> int:
+        return self._dataset_indices(indices[:1])[0]
 
 
 class SampleCache:
@@ -42,16 +92,10 @@ class SampleCache:
         unpack: Callable[[Any], Any] | None = None,
         dataset_indices: Callable[[Sequence[int]], list[int]] = list,
     ):
-        self._read_one, self._num_samples, self._unpack = read, num_samples, unpack
-        self._dataset_indices = dataset_indices
-        self._draws = DrawDetector()
+        self._samples = UniformSamples("true", lambda indices: read(indices[0]), dataset_indices)
+        self._num_samples, self._unpack = num_samples, unpack
         self._close: Callable[[], object] = lambda: None
-        first = self._read(0)
-        leaves, self._structure = tree_flatten(register_types(first))
-        if not all(isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (1,) and leaf.numel() for leaf in leaves):
-            raise CannotCache(f"samples must be tensors and numbers, but the first one is {describe(first)}")
-        self._kinds = [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
-        sizes = (num_samples, *(num_samples * leaf.nbytes for leaf in leaves))
+        sizes = (num_samples, *(num_samples * shape.numel() * dtype.itemsize for shape, dtype in self._samples.kinds))
         self._starts = [0, *accumulate(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes)]
         self.num_bytes = self._starts[-1]  # the size of the memory for all samples
         needed, left = self.num_bytes / 2**30, available_memory() / 2**30
@@ -59,7 +103,7 @@ class SampleCache:
             raise CannotCache(f"the samples need {needed:,.1f} GiB, but {left:,.1f} GiB are left")
         self._map(None)
 
-    def share(self, exchange: LocalExchange | None) -> None:
+    def prepare(self, exchange: LocalExchange | None) -> None:
         """Use memory that the ranks of this machine share, all of which must call it; None for a single rank."""
         if exchange is not None:
             self._map(exchange.share_file(self.num_bytes))
@@ -71,7 +115,7 @@ class SampleCache:
             is_cached = self._is_cached.index_select(0, rows)
         for index in rows[is_cached == 0].unique().tolist():
             self._store(index)
-        batch = tree_unflatten([leaf.index_select(0, rows) for leaf in self._leaves], self._structure)
+        batch = tree_unflatten([leaf.index_select(0, rows) for leaf in self._leaves], self._samples.structure)
         return batch if self._unpack is None else self._unpack(batch)
 
     def _map(self, file: int | None) -> None:
@@ -87,18 +131,12 @@ class SampleCache:
             torch.frombuffer(memory, dtype=dtype, count=self._num_samples * shape.numel(), offset=start).view(
                 -1, *shape
             )
-            for start, (shape, dtype) in zip(self._starts[1:-1], self._kinds, strict=True)
+            for start, (shape, dtype) in zip(self._starts[1:-1], self._samples.kinds, strict=True)
         ]
 
     def _store(self, index: int) -> None:
         """Write a sample. If two processes do so at once, both write the same values."""
-        sample = self._read(index)
-        leaves, structure = tree_flatten(register_types(sample))
-        kinds = [(leaf.shape[1:], leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if structure != self._structure or kinds != self._kinds:
-            (named,) = self._dataset_indices([index])
-            raise CannotCache(f"samples must have the shape of the first, but sample {named} is {describe(sample)}")
-        for target, leaf in zip(self._leaves, leaves, strict=True):
+        for target, leaf in zip(self._leaves, self._samples.read([index]), strict=True):
             target[index] = leaf[0]
         with self._locked(fcntl.LOCK_EX):
             self._is_cached[index] = 1
@@ -115,10 +153,3 @@ class SampleCache:
             yield
         finally:
             fcntl.lockf(self._file, fcntl.LOCK_UN)
-
-    def _read(self, index: int) -> Any:
-        batch = self._draws.call(lambda: self._read_one(index))
-        if self._draws.has_drawn:
-            (named,) = self._dataset_indices([index])
-            raise CannotCache(f"sample {named} draws random numbers, which would be the same in all epochs")
-        return batch

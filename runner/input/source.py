@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from runner.input.checksum import Shapes, row_checksums, row_shapes, sample_checksum
+from runner.input.device_samples import VALUE, DeviceSamples
 from runner.input.pytree import collate, describe, map_tensors, tensors
 from runner.input.rng import COLLATE, EPOCH, SAMPLE, DrawDetector, isolated, seeded
 from runner.input.sample_cache import CannotCache, SampleCache
@@ -24,7 +25,7 @@ class Source(Dataset[Any]):
 
     dataset: Any
     rows: torch.Tensor | None = None  # (N,) int64, the samples of the dataset that belong to this split; None: all
-    cache: SampleCache | None = None
+    cache: SampleCache | DeviceSamples | None = None
     transform: Callable[[Any, int, int], Any] | None = None  # called with a sample, its epoch and its index
     returns_lists: bool = False  # `__getitems__` returns a list of samples, as torch's Subset does, not a batch
     _sample_draws: DrawDetector = field(default_factory=DrawDetector, init=False, repr=False)
@@ -56,7 +57,8 @@ class Source(Dataset[Any]):
         return getattr(self.dataset, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "cache": self.cache is not None}  # another process fills its own cache
+        # Another process fills its own cache, but only this one uses the device.
+        return {**self.__dict__, "cache": isinstance(self.cache, SampleCache)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, cache=None)
@@ -88,12 +90,24 @@ class Source(Dataset[Any]):
         """Keep each sample in memory once it is read. Raise CannotCache if the dataset does not permit that."""
         if self.reads_ahead:
             raise CannotCache("its samples are in memory already")
-        if hasattr(self.dataset, "in_epoch"):
-            raise CannotCache("its samples change from epoch to epoch (in_epoch)")
-        if hasattr(self.dataset, "collate"):
-            raise CannotCache("it collates batches itself (collate)")
+        self._check_batches("true")
         unpack = self.dataset.unpacked if hasattr(self.dataset, "packed") else None
         self.cache = SampleCache(self._read_packed, len(self), unpack, self.dataset_indices)
+
+    def keep_on(self, device: torch.device) -> None:
+        """Keep each sample on the device, after `prepare` of the cache.
+
+        Raise CannotCache if the dataset does not permit that.
+        """
+        self._check_batches(VALUE)
+        self.cache = DeviceSamples(self._read_rows, len(self), device, self.dataset_indices, self._has_batches)
+
+    def _check_batches(self, value: str) -> None:
+        """Raise CannotCache if batches cannot be combined from samples that are kept by keep_samples=`value`."""
+        if hasattr(self.dataset, "in_epoch"):
+            raise CannotCache("its samples change from epoch to epoch (in_epoch)", value)
+        if hasattr(self.dataset, "collate"):
+            raise CannotCache("it collates batches itself (collate)", value)
 
     def copy_ahead(self, indices: Sequence[int]) -> None:
         """Let the dataset copy the blocks of these samples, if it can, because they will be read later."""
@@ -143,17 +157,23 @@ class Source(Dataset[Any]):
         def read() -> Any:
             """Read the samples at once, or one by one if that draws: each sample must have its own random numbers."""
             if reads_batches and not self._sample_draws.has_drawn:
+                device = self.cache if isinstance(self.cache, DeviceSamples) and checksums is not None else None
+                on_host = device.host_batch(indices) if device else None  # hashing the device's would wait for it
                 batch = self._batch(dataset, indices)
                 if checksums is not None:
                     if self._row_shapes is None and not self.reads_ahead:
                         self._row_shapes = row_shapes(self._batch(dataset, [0]))
-                    checksums[:] = row_checksums(batch, len(indices), self._row_shapes or row_shapes(batch))
+                    hashed = batch if on_host is None else on_host
+                    checksums[:] = row_checksums(hashed, len(indices), self._row_shapes or row_shapes(batch))
                 return batch
             samples = []
-            for index in indices:
+            kept = self.cache.batch(indices) if isinstance(self.cache, DeviceSamples) else None
+            for number, index in enumerate(indices):
                 self._sample_draws.seed(seed, epoch, index, SAMPLE)
                 if reads_batches:
-                    samples.append(map_tensors(lambda tensor: tensor[0], self._batch(dataset, [index])))
+                    samples.append(_row(self._batch(dataset, [index]), 0))
+                elif kept is not None:
+                    samples.append(self._transformed(_row(kept, number), epoch, index))
                 else:
                     samples.append(self._sample(dataset, epoch, index))
             if checksums is not None:
@@ -202,12 +222,29 @@ class Source(Dataset[Any]):
         return collate(batch) if self.returns_lists else batch
 
     def _sample(self, dataset: Any, epoch: int, index: int) -> Any:
-        if self.cache is None:
-            sample = dataset[self.dataset_indices([index])[0]]
-        else:
-            sample = map_tensors(lambda tensor: tensor[0], self.cache.batch([index]))
+        cached = None if self.cache is None else _row(self.cache.batch([index]), 0)
+        sample = dataset[self.dataset_indices([index])[0]] if cached is None else cached
+        return self._transformed(sample, epoch, index)
+
+    def _transformed(self, sample: Any, epoch: int, index: int) -> Any:
         return sample if self.transform is None else self.transform(sample, epoch, index)
+
+    @property
+    def _has_batches(self) -> bool:
+        """True if the dataset reads batches whose rows do not depend on each other, as one does that is in memory."""
+        return hasattr(self.dataset, "__getitems__") and bool(getattr(self.dataset, "reads_ahead", False))
+
+    def _read_rows(self, indices: Sequence[int]) -> Any:
+        """Return a batch of the dataset. Samples that may depend on others of the batch are read one by one."""
+        own = self.dataset_indices(indices)
+        if self._has_batches:
+            return collate(self.dataset.__getitems__(own)) if self.returns_lists else self.dataset.__getitems__(own)
+        return collate([self.dataset[index] for index in own])
 
     def _read_packed(self, index: int) -> Any:
         """Return a sample in the form that is cached, as a batch of one."""
         return collate([getattr(self.dataset, "packed", self.dataset.__getitem__)(*self.dataset_indices([index]))])
+
+
+def _row(batch: Any, number: int) -> Any:
+    return map_tensors(lambda tensor: tensor[number], batch)

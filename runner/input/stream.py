@@ -239,6 +239,14 @@ class StepReader:
         return StepSamples(batches, parts, found, position, is_last, checksums)
 
 
+def until_last(steps: Iterator[StepSamples]) -> Iterator[StepSamples]:
+    """Yield the steps of an epoch. The steps after the last one, which has no samples, are not read."""
+    for samples in steps:
+        yield samples
+        if samples.is_last:
+            return
+
+
 def encode_state(state: Any) -> str:
     """Return a state_dict as text for a checkpoint."""
     buffer = io.BytesIO()

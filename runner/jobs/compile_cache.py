@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+from runner.config.diagnostics.type_hints import show
+
 TRUSTED = (0, os.geteuid())  # root can replace any file
 
 
@@ -19,11 +21,11 @@ def separate_by_cpu() -> None:
     torch.compiler.config.cache_key_tag += f" {torch.backends.cpu.get_cpu_capability()}"
 
 
-def check_compile_caches() -> list[str]:
+def check_compile_caches(compiles: bool | str) -> list[str]:
     """Return a message for each cache directory that another user can change. Create the missing directories.
 
     torch's default is a predictable directory in TMPDIR, which any user of the machine may create first. It also keeps
-    precompiled headers there if TORCHINDUCTOR_CACHE_DIR names another directory.
+    precompiled headers there if TORCHINDUCTOR_CACHE_DIR names another directory. compiles: the key `compile`.
     """
     from torch._inductor.runtime.runtime_utils import default_cache_dir  # imports the compiler
 
@@ -32,7 +34,7 @@ def check_compile_caches() -> list[str]:
     directories |= {name: value for name in variables if (value := os.environ.get(name))}
     problems = {name: _problem_of(Path(path)) for name, path in directories.items()}
     return [
-        f"compile=true: {directories[name]} {problem}; set {name} to a directory of yours"
+        f"compile={show(compiles)}: {directories[name]} {problem}; set {name} to a directory of yours"
         for name, problem in problems.items()
         if problem
     ]

@@ -40,7 +40,7 @@ from runner.jobs.micro_batches import (
     may_double_again,
     run_until_it_fits,
 )
-from runner.jobs.process_state import reset_process
+from runner.jobs.process_state import choose_kernels, reset_process
 from runner.jobs.process_tuning import returning_large_blocks
 from runner.jobs.regrouping import begin, has_lost_ranks, run_in_worlds
 from runner.jobs.task import JobTask, check_size, initial_weights_path, make_task
@@ -203,12 +203,12 @@ def _run(request: Request, world: World, may_double: bool | None, mirror: Mirror
 
 
 def _form_group(world: World, experiment: Experiment | None) -> None:
-    """Form the process group if the job needs one, and share the samples of each machine."""
+    """Form the process group if the job needs one, and the memory of kept samples."""
     if world.world_size > 1 or (experiment is not None and experiment.parallel.needs_group):
         world.group.form(world.backend, world.device)
         world.watchdog.start()
-        if experiment is not None:
-            experiment.share_samples()
+    if experiment is not None:
+        experiment.keep_samples()
     end_start()
 
 
@@ -265,11 +265,13 @@ def _build(request: Request, world: World) -> tuple[JobTask, Experiment | None]:
     task: JobTask = make_task(config.task, JobTask)
     messages += check_fit(config, world.device.type)
     if config.compile:
-        messages += check_compile_caches()
+        messages += check_compile_caches(config.compile)
     if messages := messages + check_size(config, choices, task, world.world_size):
         raise InputError(*messages)
     if not task.needs_experiment:
         return task, None
+    if world.device.type == "cuda":
+        choose_kernels(config.tf32, config.cudnn_benchmark)
     with returning_large_blocks():
         experiment = build(config, choices, world, init_from, task.trains)
     if task.needs_outputs and (option := experiment.parallel.splits_outputs):

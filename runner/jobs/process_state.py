@@ -50,6 +50,18 @@ def reset_process(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
+def choose_kernels(tf32: bool | str, cudnn_benchmark: bool) -> None:
+    """Choose among the kernels of operators on GPUs, before the code of the model, which may choose others.
+
+    tf32: for which fp32 operators TensorFloat-32 is used: all, none, or "convolutions", torch's default.
+    """
+    if tf32 != "convolutions":
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = bool(tf32)
+    if cudnn_benchmark:
+        torch.backends.cudnn.benchmark = True
+
+
 # Excludes the first job's imports from the garbage collection after each further job: saves 0.4 s of 0.9 s.
 _freeze_imports = cache(freeze_objects)
 
@@ -65,6 +77,8 @@ def _keep_settings() -> list[Callable[[], Any]]:
     ]
     cudnn = torch.backends.cudnn
     kept += [partial(setattr, cudnn, name, getattr(cudnn, name)) for name in ("benchmark", "deterministic")]
+    with suppress(RuntimeError):  # the caller has set different values for convolutions and RNNs
+        kept.append(partial(setattr, cudnn, "allow_tf32", cudnn.allow_tf32))
     compiler = torch.compiler.config
     kept += [partial(setattr, compiler, "cache_key_tag", compiler.cache_key_tag)]
     return kept
@@ -92,6 +106,7 @@ def embedded_run() -> Iterator[None]:
         torch.set_float32_matmul_precision("highest")
         torch.use_deterministic_algorithms(False)
         torch.backends.cudnn.benchmark = torch.backends.cudnn.deterministic = False
+        torch.backends.cudnn.allow_tf32 = True
         yield
 
 

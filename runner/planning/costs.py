@@ -109,9 +109,12 @@ def count_flops(function: Any, *args: Any, out: Any, **kwargs: Any) -> int:
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
 
 
-def peak_rate(flops: Mapping[str, float], precision: str, function: Any) -> float:
-    """Return the FLOPs per second of a data sheet for an operator that computes in this precision."""
-    if precision == "fp32" and "convolution" in function.__name__:  # PyTorch's default on GPUs
+def peak_rate(flops: Mapping[str, float], precision: str, function: Any, tf32: bool | str) -> float:
+    """Return the FLOPs per second of a data sheet for an operator that computes in this precision.
+
+    tf32: the fp32 operators that use TensorFloat-32: all, none, or "convolutions".
+    """
+    if precision == "fp32" and (tf32 is True or (tf32 and "convolution" in function.__name__)):
         precision = "tf32"
     return flops.get(precision, flops["fp32"])
 
@@ -146,11 +149,11 @@ class Costs:
     """The times of operators and messages of a rank, in seconds.
 
     If operators are measured, the ranks divide the cores of this machine. threads: the number of threads of a rank;
-    None for its part of the cores.
+    None for its part of the cores. tf32: the fp32 operators that use TensorFloat-32 on a GPU, as in `peak_rate`.
     """
 
-    def __init__(self, device: Device, world_size: int, threads: int | None = None):
-        self._device = device
+    def __init__(self, device: Device, world_size: int, threads: int | None = None, tf32: bool | str = "convolutions"):
+        self._device, self._tf32 = device, tf32
         cores = len(allowed_cores())
         self._threads = threads or max(1, cores // world_size)
         self._contention = max(1.0, world_size / cores) if device.is_measured else 1.0
@@ -251,7 +254,8 @@ class Costs:
             out = outputs[0] if len(outputs) == 1 else outputs
             flops = count_flops(operator.function, *args, out=out, **kwargs)
             precision = PRECISIONS.get(operator.shapes[0].dtype, "fp32")
-            seconds = max(seconds, flops / (REACHED * peak_rate(self._device.flops, precision, operator.function)))
+            peak = peak_rate(self._device.flops, precision, operator.function, self._tf32)
+            seconds = max(seconds, flops / (REACHED * peak))
         return max(seconds, KERNEL_S)
 
 

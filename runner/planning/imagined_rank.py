@@ -19,12 +19,13 @@ from runner.config.schema import Config
 from runner.distributed.backend import as_backend
 from runner.distributed.world import World
 from runner.input.batch import MicroBatch, StepBatch
+from runner.input.device_samples import DeviceSamples
 from runner.input.pytree import map_tensors, tensors
 from runner.input.source import Source
 from runner.objectives.objective import Objective
 from runner.planning.forwards import Forwards
 from runner.planning.imagined_world import imagined_world, replace_tensors
-from runner.planning.memory import ACTIVATIONS, COMMUNICATION, GRADIENTS, OPTIMIZER, PARAMETERS, MemoryTracker
+from runner.planning.memory import ACTIVATIONS, COMMUNICATION, GRADIENTS, OPTIMIZER, PARAMETERS, REST, MemoryTracker
 from runner.planning.timeline import Message, Operator, Timeline
 from runner.training.build import Assembly, Experiment
 from runner.training.callbacks.contract import Callbacks
@@ -82,12 +83,12 @@ def plan_rank(
     config = replace(config, log_every=MANY, max_steps=MANY, epochs=MANY)
     backend, tracker = as_backend(config.backend), MemoryTracker(on_cpu=not on_gpu)
     with imagined_world(rank, world_size, backend, on_gpu) as world, tracker:
-        train_data, val_data = map(ImaginedSource.of_source, data)
-        experiment = _build(config, composed.choices, world, (train_data, val_data), forwards or Forwards())
+        imagined = ImaginedSource.of_source(data[0]), ImaginedSource.of_source(data[1])
+        experiment = _build(config, composed.choices, world, imagined, forwards or Forwards())
         module, round_steps = experiment.recipe.module, experiment.parallel.round_steps
         num_planned = min(2, round_steps)  # all steps of a round except the last are identical
         trainer = _make_trainer(config, experiment, _prepare(experiment, world, tracker, num_planned), world)
-        make_data = _data_maker(experiment, train_data)
+        make_data = _data_maker(experiment, imagined[0])
         batch, bytes_per_row = _batch(experiment, make_data), None
         rows = max(micro_batch.num_samples for micro_batch in batch.micro_batches)
         tracker.mark([*module.parameters(), *module.buffers()], PARAMETERS)
@@ -104,15 +105,15 @@ def plan_rank(
                 bytes_per_row = step_with_many_rows()
             else:
                 trainer.step(batch)
-            ahead = _read_ahead(experiment, make_data, batch)
+            ahead = _read_ahead(experiment, make_data, batch, on_gpu)
             tracker.reset_peak()  # the first step has created the state of the optimizer
             counts = (1, round_steps - 1)[:num_planned]  # the end of a round, and the rest
             events, exchanged = _observe_round(functools.partial(trainer.step, batch), counts)
-            memory = tracker.peak()
+            memory = _with_rest(tracker.peak(), _bytes_kept(data))
             if experiment.axes.data_rank(rank) is None:  # a server computes no activations: it receives gradients
                 memory[COMMUNICATION], memory[ACTIVATIONS] = memory[COMMUNICATION] + memory[ACTIVATIONS], 0
             del ahead  # smaller with smaller micro-batches
-            between = tracker.reset_peak()
+            between = tracker.reset_peak() + _bytes_kept(data)
             if rows and is_pipeline:
                 bytes_per_row = step_with_many_rows()
     return RankPlan(
@@ -126,6 +127,15 @@ def plan_rank(
         {kind: count / round_steps for kind, count in exchanged.items()},
         events,
     )
+
+
+def _bytes_kept(data: tuple[Source, Source]) -> int:
+    """Return the memory of the samples that keep_samples=device keeps."""
+    return sum(cache.num_bytes for cache in {each.cache for each in data} if isinstance(cache, DeviceSamples))
+
+
+def _with_rest(memory: dict[str, int], num_bytes: int) -> dict[str, int]:
+    return {**memory, REST: memory[REST] + num_bytes}
 
 
 def _make_trainer(config: Config, experiment: Experiment, parallel_model: ParallelModel, world: World) -> Trainer:
@@ -207,12 +217,15 @@ def _batch(experiment: Experiment, make_data: MakeData, times: int = 1) -> StepB
     return StepBatch(micro_batches, sampler.step_size(0), 0.0)
 
 
-def _read_ahead(experiment: Experiment, make_data: MakeData, batch: StepBatch) -> Any:
-    """Return data of the size that the loader reads at most for later steps."""
+def _read_ahead(experiment: Experiment, make_data: MakeData, batch: StepBatch, on_gpu: bool) -> Any:
+    """Return data of the size that is at most on the device for later steps."""
     loader, (first, *rest) = experiment.train_loader, batch.micro_batches
     num_in_epoch = loader.sampler.steps_per_epoch * len(batch.micro_batches)
     count = min(loader.batches_at_once(sum(tensor.nbytes for tensor in tensors(first.data))), num_in_epoch)
-    return make_data(first.num_samples * max(0, count - 1 - len(rest)))
+    rows = first.num_samples * max(0, count - 1 - len(rest))
+    if on_gpu and not isinstance(loader.dataset.cache, DeviceSamples):  # the loader copies the next read ahead
+        rows += first.num_samples * (len(batch.micro_batches) if loader.is_stream else count)
+    return make_data(rows)
 
 
 def _data_maker(experiment: Experiment, source: Source) -> MakeData:

@@ -60,7 +60,9 @@ def plan_modes(
                 raise composed
             world = World(RankInfo(), None, as_backend(composed.config.backend))
             data = data or [load_data(composed.config, composed.choices, world)]
-            costs = costs or {size: Costs(device, size, composed.config.threads) for size in limits}
+            costs = costs or {
+                size: Costs(device, size, composed.config.threads, composed.config.tf32) for size in limits
+            }
         except InputError as error:
             plans += [partial(Cell, mode, size, error.messages[0], is_refused=True) for size in limits]
             continue

@@ -18,15 +18,16 @@ from runner.planning.costs import count_flops, peak_rate
 class _CountSeconds(TorchDispatchMode):
     """Adds up the time that operators take at the peak rates of a data sheet."""
 
-    def __init__(self, flops: Mapping[str, float], precision: str):
+    def __init__(self, flops: Mapping[str, float], precision: str, tf32: bool | str):
         super().__init__()
-        self._flops, self._precision = flops, precision
+        self._flops, self._precision, self._tf32 = flops, precision, tf32
         self.seconds = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        self.seconds += count_flops(func, *args, out=out, **kwargs) / peak_rate(self._flops, self._precision, func)
+        peak = peak_rate(self._flops, self._precision, func, self._tf32)
+        self.seconds += count_flops(func, *args, out=out, **kwargs) / peak
         return out
 
 
@@ -37,6 +38,7 @@ def shortest_seconds(
     data: Any,
     flops: Mapping[str, float],
     precision: str,
+    tf32: bool | str = "convolutions",
 ) -> float:
     """Return the time that the forward and backward of a sample take at the peak rates, summed over all losses.
 
@@ -44,11 +46,12 @@ def shortest_seconds(
     recomputation. Any exception of a model that cannot be built or called there is raised.
 
     frozen: patterns of parameters that are not trained. data: a batch of one sample or two. flops: the peak rates of a
-    data sheet. precision: of the run; its matrices are assumed to be computed in it.
+    data sheet. precision: of the run; its matrices are assumed to be computed in it. tf32: the fp32 operators that use
+    TensorFloat-32, as in `peak_rate`.
     """
     data = map_tensors(lambda tensor: tensor.to("meta"), data)
     batch = MicroBatch(data, range(MicroBatch(data, ()).rows))
-    counted = _CountSeconds(flops, precision)
+    counted = _CountSeconds(flops, precision, tf32)
     with isolated(), separate_passes(objective), torch.device("meta"), counted:
         model = make_model()
         freeze(frozen, model)

@@ -121,7 +121,13 @@ def _shortest_seconds(config: Config, experiment: Experiment, world: World, dire
     recipe, flops = experiment.recipe, load_device(gpu, directories).flops
     try:
         seconds = shortest_seconds(
-            experiment.make_model, config.freeze, recipe.objective, recipe.sample, flops, config.precision
+            experiment.make_model,
+            config.freeze,
+            recipe.objective,
+            recipe.sample,
+            flops,
+            config.precision,
+            config.tf32,
         )
     except Exception as error:  # custom code can raise anything
         log.info("mfu      not measured: the model cannot be called on the meta device (%s)", first_line(error))
@@ -274,12 +280,13 @@ def describe(config: Config, experiment: Experiment, world: World, directory: Ru
         batch += f" over {quantity(experiment.axes.data_ranks, 'rank')} x {num_micro_batches} micro-batch{ending}"
     num_trained = sum(experiment.parameter_groups.values())
     trained = f"{num_trained:,} of them trained, " if num_trained < experiment.num_parameters else ""
+    precision = f"{config.precision}{_describe_tf32(config, world)}"
     groups = [f"{name} {size:,}" for name, size in experiment.parameter_groups.items()]
     warmup = f", warm-up {config.ema.warmup_steps}" if config.ema.warmup_steps else ""
     every = config.replay_every_steps
     average = f"ema      decay {config.ema.decay}{warmup}: evaluations use the weights averaged over the steps"
     return [
-        f"model    {result.model}, {experiment.num_parameters:,} parameters, {trained}{config.precision}",
+        f"model    {result.model}, {experiment.num_parameters:,} parameters, {trained}{precision}",
         *([f"groups   {', '.join(groups)} parameters"] if len(groups) > 1 or not groups[0].startswith(DEFAULT) else []),
         *experiment.header_lines,
         f"data     {result.data}, {_size_of(train)} training and {_size_of(val)} validation "
@@ -298,6 +305,14 @@ def describe(config: Config, experiment: Experiment, world: World, directory: Ru
             * config.debug
         ),
     ]
+
+
+def _describe_tf32(config: Config, world: World) -> str:
+    """Return which fp32 operators use TensorFloat-32, for a log line, if the run has a GPU."""
+    if world.device.type != "cuda" or config.precision == "fp64":
+        return ""
+    used = {True: "matrices and convolutions in TF32", False: "without TF32"}
+    return f" ({used.get(config.tf32, 'convolutions in TF32')})"
 
 
 def _describe_choice(directory: RunDirectory) -> str:

@@ -91,11 +91,11 @@ class Experiment:
         """The mesh of the mode."""
         return self.parallel.resolved_axes
 
-    def share_samples(self) -> None:
-        """Share the sample cache within this machine. All ranks must call it, after the process group is formed."""
+    def keep_samples(self) -> None:
+        """Allocate or share the memory of kept samples. All ranks must call it, after the process group is formed."""
         for cache in dict.fromkeys((self.train_loader.dataset.cache, self.val_loader.dataset.cache)):
             if cache is not None:
-                cache.share(exchange_on_machine())
+                cache.prepare(exchange_on_machine())
 
     def watch_predictions(self) -> Predictions | None:
         """Return empty counts of predictions for an evaluation, or None if the logger does not need them."""
@@ -120,7 +120,7 @@ def build(
     assembly = Assembly(config, choices, world, trains)
     components = assembly.components
     recomputes = config.activation_checkpointing != "none"
-    found = components.model.run(lambda: run_dry(components, recomputes, bool(config.compile), trains))
+    found = components.model.run(lambda: run_dry(components, recomputes, config.compile, trains))
     assembly.prepare_model(found, init_from)
     if trains and assembly.parallel.needs_all_gradients:
         local_size = config.batch_size // (assembly.axes.data_ranks * config.micro_batches)

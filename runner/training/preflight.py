@@ -67,10 +67,10 @@ def run_forward(components: Components, recomputes: bool) -> Findings:
         return _run_forward(components, recomputes)
 
 
-def run_dry(components: Components, recomputes: bool, compiles: bool, trains: bool) -> Findings:
+def run_dry(components: Components, recomputes: bool, compiles: bool | str, trains: bool) -> Findings:
     """Do the same as `run_forward`, and find out what depends on the values of tensors, with `trains` also in training.
 
-    compiles: the model will be compiled.
+    compiles: the key `compile`.
     """
     with RecordBatchNorm(), recording_calls() as called:
         found = _run_forward(components, recomputes)

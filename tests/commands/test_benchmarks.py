@@ -128,6 +128,17 @@ def test_gpu_measures_without_a_gpu(commands: Commands, tmp_path: Path) -> None:
     assert "- checks: no GPU" in done.stdout
 
 
+@pytest.mark.thorough
+def test_gpu_compares_settings_without_a_gpu(commands: Commands, tmp_path: Path) -> None:
+    write_idx(tmp_path, num_train=2400, num_val=800)
+    args = ["--settings", "--work=mlp", "--steps=6", f"--root={tmp_path}", "--rounds=1"]
+    done = commands.finish(commands.start(str(BENCHMARKS / "gpu.py"), *args))
+    assert done.returncode == 0, done.stderr
+    rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| mlp |")]
+    assert [row[2] for row in rows] == ["`defaults`", "`keep_samples=device`"]
+    assert all(float(cell.replace(",", "")) > 0 for row in rows for cell in row[3:6])
+
+
 def figures(step_s: float, other_s: float = 1.0) -> dict[str, float]:
     others = dict.fromkeys(("first_step_s", "evaluation_s", "checkpoint_s"), other_s)
     return {"step_s": step_s, "memory_mib": 100.0, "command_s": 9.0, **others}

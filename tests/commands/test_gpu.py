@@ -7,11 +7,14 @@ initialized it.
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from runner.input.device_copies import DeviceCopies, one_ahead
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,6 +44,59 @@ def test_gpu_and_cpu_produce_the_same_numbers(tmp_path: Path) -> None:
     for parallel in ("none", "ddp", "allreduce", "dp"):
         _, losses = train(tmp_path / parallel, *BRIEF, f"parallel={parallel}")
         assert losses == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("loader.num_workers=2",),
+        ("loader.pin_memory=false", "micro_batches=2"),
+        ("transforms=flip_crop",),
+        ("keep_samples=device",),
+        ("keep_samples=device", "transforms=flip_crop"),
+        ("cudnn_benchmark=true", "memory_format=contiguous"),
+    ],
+)
+def test_input_on_the_gpu_and_other_kernels_keep_the_numbers(options: tuple[str, ...], tmp_path: Path) -> None:
+    only_on_cpu = [word for word in options if word.startswith(("transforms", "micro_batches"))]
+    _, expected = train(tmp_path / "cpu", *BRIEF, "backend=gloo", *only_on_cpu)
+    _, losses = train(tmp_path / "gpu", *BRIEF, *options)
+    assert losses == pytest.approx(expected, rel=1e-9)
+
+
+def test_tf32_changes_matrix_products_only_if_it_is_selected(tmp_path: Path) -> None:
+    words = ("model=mlp", "data.sample_shape=[1,8,8]", "logger=none", "batch_size=350", "max_steps=2")
+    _, expected = train(tmp_path / "cpu", *words, "backend=gloo")
+    for tf32, tolerance in (("convolutions", 1e-5), ("false", 1e-5), ("true", 1e-2)):
+        _, losses = train(tmp_path / tf32, *words, f"tf32={tf32}")
+        assert losses == pytest.approx(expected, rel=tolerance)
+
+
+def test_a_transform_that_draws_on_the_gpu_is_refused(tmp_path: Path) -> None:
+    words = ("keep_samples=device", "transforms.noise._target_=torchvision.transforms.v2.GaussianNoise")
+    start = [sys.executable, "-m", "runner", *SMALL, *words]
+    done = subprocess.run(start, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "transforms.noise draws random numbers on cuda:0, which are not those of the CPU" in done.stderr
+
+
+def test_copies_are_read_after_they_are_complete_and_their_memory_is_reused_after_they_are_read() -> None:
+    """The stream that computes is slow, so that the host is several batches ahead."""
+    device = torch.device("cuda", 0)
+    copies, size = DeviceCopies(device), 2**20
+    batches = [torch.full((size + number % 3,), float(number)).pin_memory() for number in range(40)]
+
+    def start(batch: torch.Tensor) -> Callable[[], Any]:
+        return copies.start((batch, batch[:64].view(1, 1, 8, 8)), torch.float64, torch.channels_last)
+
+    torch.cuda.reset_peak_memory_stats(device)
+    sums = []
+    for vector, image in one_ahead(iter(batches), start):
+        torch.cuda._sleep(10_000_000)  # some milliseconds
+        sums.append(torch.stack([vector.mean(), vector.max(), image.mean()]))
+        torch.full((size,), float("nan"), device=device, dtype=torch.float64)  # into memory that was freed
+    assert torch.stack(sums).cpu().tolist() == [[float(number)] * 3 for number in range(40)]
+    assert torch.cuda.max_memory_allocated(device) < 8 * 8 * size  # not 40 batches
 
 
 def test_fp16_scales_its_gradients_and_learns(tmp_path: Path) -> None:
@@ -77,7 +133,14 @@ runpy.run_module("runner", run_name="__main__")
 
 
 @pytest.mark.parametrize("parallel", ["none", "dp", "ddp", "allreduce", "fsdp", "zero", "local_sgd"])
-@pytest.mark.parametrize("options", [("log_every=1",), ("clip_grad_norm=1.0", "precision=bf16", "log_every=2")])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("log_every=1",),
+        ("clip_grad_norm=1.0", "precision=bf16", "log_every=2"),
+        ("keep_samples=device", "tf32=true", "cudnn_benchmark=true"),
+    ],
+)
 def test_no_step_waits_for_the_gpu(parallel: str, options: tuple[str, ...], tmp_path: Path) -> None:
     """torch raises an exception for each operator that synchronizes."""
     words = (*SMALL, "batch_size=64", "max_steps=12", f"parallel={parallel}", *options)

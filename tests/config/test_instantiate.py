@@ -1,6 +1,7 @@
 """Tests that a custom class without the members of its contract is refused before anything is written."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from inspect import get_annotations
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,23 @@ def test_custom_loader_without_the_builtin_options_is_accepted() -> None:
     config = Config(loader={"_target_": "mine.Loader", "size": 3}, debug=True)
     assert check_fit(config, "cpu") == check_fit(config, None) == []
     assert apply_debug(config).loader == config.loader
+
+
+def test_options_of_gpus_are_refused_where_they_have_no_effect() -> None:
+    loader = {"num_workers": 2, "pin_memory": True}
+    config = Config(loader=loader, keep_samples="device", tf32=True, cudnn_benchmark=True)
+    workers = "loader.num_workers=2: keep_samples=device selects the samples on the device, where workers cannot; "
+    workers += "try loader.num_workers=0"
+    assert check_fit(config, "cpu") == [
+        "tf32=true has no effect without a GPU; try tf32=convolutions",
+        "cudnn_benchmark=true has no effect without a GPU; leave it out",
+        "loader.pin_memory=true has no effect without a GPU; try loader.pin_memory=null",
+        workers,
+    ]
+    copied = "loader.pin_memory=true has no effect with keep_samples=device, because no batch is copied; "
+    copied += "try loader.pin_memory=null"
+    double = "tf32=true has no effect with precision=fp64; try tf32=convolutions"
+    assert check_fit(replace(config, precision="fp64"), "cuda") == [double, workers, copied]
 
 
 class Pair:

@@ -22,6 +22,8 @@ SAMPLES = {
     "list[int]": ("[3,4]", [3, 4]),
     "list[str]": ("[a,1e5]", ["a", "1e5"]),
     "bool | auto": ("true", True),
+    "bool | device": ("device", "device"),
+    "bool | convolutions": ("true", True),
     "bool | reduce-overhead | max-autotune": ("true", True),
     "int | auto": ("3", 3),
     "int | none | full": ("2", 2),

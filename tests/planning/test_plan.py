@@ -504,3 +504,19 @@ def test_no_process_is_left_if_a_plan_is_killed(commands: Commands) -> None:
     process.kill()
     process.wait()
     wait_until(lambda: not any(worker.exists() for worker in workers))
+
+
+def test_kept_samples_and_batches_that_are_copied_ahead_are_counted() -> None:
+    """A block of 16 batches is read at once, and with a GPU, the next one is copied meanwhile."""
+    words = (*MLP, "data=random", "data.num_train=700", "data.num_val=20", "parallel=none")
+    sample = 64 * 4 + 4  # bytes of the inputs and of the target
+    plans = {
+        (on_gpu, kept): plan_rank(*composed_with(*words, f"keep_samples={kept}"), 0, 1, on_gpu)
+        for on_gpu in (False, True)
+        for kept in ("false", "device")
+    }
+    for on_gpu in (False, True):
+        more = plans[on_gpu, "device"].peak - plans[on_gpu, "false"].peak
+        assert more == 720 * sample - on_gpu * 16 * 16 * sample
+    between = [plans[True, kept].bytes_between for kept in ("device", "false")]
+    assert between[0] - between[1] == 720 * sample

@@ -322,8 +322,9 @@ def test_draws_that_happen_only_in_evaluation_follow_the_samples() -> None:
 def test_the_header_names_the_line_of_such_a_draw() -> None:
     (warning,) = build_experiment("model=linear", "model._target_=test_draws.Gated", "data=toy").warnings
     assert "gru in" in warning and "/test_draws.py:" in warning and "the number of ranks" in warning
-    (warning,) = build_experiment("model=mlp", "model.dropout=0.1", "compile=true").warnings
-    assert warning.startswith("compile=true draws")
+    for value in ("true", "max-autotune"):
+        (warning,) = build_experiment("model=mlp", "model.dropout=0.1", f"compile={value}").warnings
+        assert warning.startswith(f"compile={value} draws")
 
 
 def test_statistics() -> None:

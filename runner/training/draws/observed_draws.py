@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributions import von_mises
 from torch.utils import checkpoint
 
+from runner.config.diagnostics.type_hints import show
 from runner.errors import calling_line, first_line, quantity
 from runner.input.batch import MicroBatch
 from runner.input.rng import isolated, seed_all
@@ -74,7 +75,7 @@ class ObservedDraws(DrawMode):
         self._expected = state
 
 
-def observe_draws(components: Components, compiles: bool, draws: Draws) -> tuple[list[str], list[str]]:
+def observe_draws(components: Components, compiles: bool | str, draws: Draws) -> tuple[list[str], list[str]]:
     """Record in `draws` the draws of model and objective, in training and in evaluation.
 
     Model and objective are called with two copies of the first sample, and if they draw random numbers, with three. The
@@ -112,7 +113,7 @@ def observe_draws(components: Components, compiles: bool, draws: Draws) -> tuple
     if not problem and others[0] != others[1]:
         problem = f"{model} or the objective draws numbers of NumPy or `random` for each sample"
     if not problem and compiles:
-        problem = "compile=true draws the random numbers of compiled code by torch's generator"
+        problem = f"compile={show(compiles)} draws the random numbers of compiled code by torch's generator"
     if not problem and len(samples.source) > 1:
         with suppress(Exception):  # training reports an error with other samples
             problem = find_order(draws, components)

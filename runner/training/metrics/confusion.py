@@ -58,7 +58,7 @@ class Predictions:
                 # With the same random numbers as in the evaluation.
                 batch = self._dataset.read([index], seed=self._seed)
                 inputs = batch[0] if isinstance(batch, (tuple, list)) and len(batch) == 2 else batch
-                sample = map_tensors(lambda tensor: tensor[0] if tensor.dim() else tensor, inputs)
+                sample = map_tensors(lambda tensor: (tensor[0] if tensor.dim() else tensor).cpu(), inputs)
                 found.append((sample, target, number - 1))
         return found
 
