@@ -76,10 +76,10 @@ def _download_uploaded(path: Path, config: Config, name: str) -> None:
     while True:
         try:
             pull_copy(path, config, name, is_locked=True)
+            if is_complete(path / CHECKPOINTS / name):
+                return
         except InputError as error:  # the store may be unavailable for a while
             problems = error.messages
-        if is_complete(path / CHECKPOINTS / name):
-            return
         if time.monotonic() > deadline:
             patience = f"{config.remote.patience_s:g} s (remote.patience_s)"
             missing = f"{address_of(path, config)}: its checkpoint {name} was not uploaded within {patience}"
