@@ -308,8 +308,8 @@ def describe(config: Config, experiment: Experiment, world: World, directory: Ru
 
 
 def _describe_tf32(config: Config, world: World) -> str:
-    """Return which fp32 operators use TensorFloat-32, for a log line, if the run has a GPU."""
-    if world.device.type != "cuda" or config.precision == "fp64":
+    """Return which operators use TensorFloat-32, for a log line, if the run computes in fp32 on a GPU."""
+    if world.device.type != "cuda" or config.precision != "fp32":
         return ""
     used = {True: "matrices and convolutions in TF32", False: "without TF32"}
     return f" ({used.get(config.tf32, 'convolutions in TF32')})"
