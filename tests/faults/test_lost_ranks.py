@@ -328,10 +328,10 @@ def test_lost_while_restoring(whole: Run, tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.thorough
 @pytest.mark.fault("ranks that are lost and join: 2, 1, 3, 2 ranks in one run", outcome="went_on")
-@pytest.mark.parametrize("mode", ["ddp", "zero"])
-def test_ranks_join(mode: str, whole: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", [("ddp",), ("zero", "parallel.parameters_as_bucket_view=true")], ids="-".join)
+def test_ranks_join(mode: Sequence[str], whole: Run, tmp_path: Path) -> None:
     with before_each_step(until_joined(tmp_path, 3)):
-        ranks = Ranks(tmp_path / "out", 2, *ELASTIC, *STATEFUL, *LOGGED, f"parallel={mode}").start()
+        ranks = Ranks(tmp_path / "out", 2, *ELASTIC, *STATEFUL, *LOGGED, f"parallel={mode[0]}", *mode[1:]).start()
         try:
             ranks.wait_for_step(8)
             ranks.kill(0)
@@ -494,6 +494,18 @@ def test_checkpoints_leave_out_frozen_weights_after_a_loss(tmp_path: Path) -> No
     assert_equal(ended, whole)
     assert ended.weights.keys() == whole.weights.keys()
     assert ended.saved.facts["base"] == whole.saved.facts["base"]
+
+
+@pytest.mark.thorough
+def test_optimizers_of_several_losses(tmp_path: Path) -> None:
+    folder = Path(__file__).parents[1] / "experiments" / "adversarial"
+    experiment = (f"--config-dir={folder}", "experiment=adversarial", "epochs=2", "batch_size=10", "logger=none")
+    words = (*experiment, "precision=fp64", "threads=1")
+    whole = run(tmp_path / "whole", 1, *words)
+    with before_each_step(kills(1, 7)):
+        elastic = ("parallel=zero", "elastic_every_steps=2")
+        ended = Ranks(tmp_path / "out", 2, *words, *elastic).start().finish(killed=[1])
+    assert_equal(ended, whole)
 
 
 def test_a_step_that_is_applied_twice_is_found(whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
