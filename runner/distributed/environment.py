@@ -39,6 +39,7 @@ class RankInfo:
     has_parent: bool = False  # an agent or launcher started this process, which exits when its parent does
     restart_file: str | None = None  # a file of the machine's agent, with values for a restarted world
     is_embedded: bool = False  # the process is a script or notebook, which continues after the run
+    may_grow: bool = False  # other processes may join this world, even if it has only one rank
 
     @property
     def may_start_processes(self) -> bool:

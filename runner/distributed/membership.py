@@ -19,8 +19,10 @@ from runner.errors import JobFailed, Preempted, quantity
 
 POLL_S = 0.01
 JOIN_POLL_S = 0.5  # between checks for processes that wait to join
+BEAT_S = 1.0  # between the signs of life of a rank
 KEYS = "elastic"  # in front of each key in the store of the ranks
 FIRST = "members/0"  # the key that is set once the ranks of the first world can lose a member
+ENDED = "ended"  # the key that is set once the job is over
 
 
 class Regroup(Exception):
@@ -29,6 +31,10 @@ class Regroup(Exception):
 
 class JobEnded(Exception):
     """The job ended before this process could join it."""
+
+
+class StoreLost(JobFailed):
+    """This process no longer reaches the store, and does not know if others continue: it must not write to the run."""
 
 
 @dataclass(frozen=True)
@@ -52,17 +58,14 @@ class Member:
         facts = json.loads(text)
         return cls(RankProcess(*facts["process"]), facts["confirmed"], tuple(facts["kept"]))
 
-    def is_gone(self, machine: str) -> bool:
-        """Return True if this process has exited or was stopped; unknown on another machine than `machine`."""
-        return self.process.machine == machine and state_of(self.process) != "running"
-
 
 class Membership:
     """This process's part in the worlds of a job: which processes form each, and what it needs to continue.
 
     The first world has the number 0. Keys of the store: `members/N` lists the members of world N, and the step of the
     copy from which it continues; `here/N/RANK` is what a rank of world N - 1 brings to world N; `candidate/I` is the
-    I-th process that waits to join; `ended` says that the job is over.
+    I-th process that waits to join; `gone/HOST/PID` is set by the agent of a machine when a process was killed there;
+    `beats` counts the signs of life of all ranks; `ended` is set when the job is over.
     """
 
     def __init__(self, store: dist.Store, own: RankProcess, timeout_s: float):
@@ -109,7 +112,8 @@ class Membership:
         """Return True if a process waits to join. The store is read at most every JOIN_POLL_S."""
         if not self._is_awaited and time.monotonic() - self._checked_at >= JOIN_POLL_S:
             self._checked_at = time.monotonic()
-            self._is_awaited = self._store.add("candidates", 0) > self._num_candidates
+            with suppress(RuntimeError):  # the store has exited, so that no process can join
+                self._is_awaited = self._store.add("candidates", 0) > self._num_candidates
         return self._is_awaited
 
     @property
@@ -117,10 +121,19 @@ class Membership:
         """Return True if the job can continue without one of its ranks."""
         return bool(self._members)
 
-    def lost(self) -> list[RankProcess]:
-        """Return the processes of this world that no longer run on this machine."""
-        others = [member for member in self._members if not _is_same(member.process, self._own)]
-        return [member.process for member in others if member.is_gone(self._own.machine)]
+    def lost(self, anywhere: bool = False) -> list[RankProcess]:
+        """Return the processes of this world that no longer run on this machine, or on any machine as far as known."""
+        others = [m for m in self._members if anywhere or m.process.machine == self._own.machine]
+        return [m.process for m in others if not _is_same(m.process, self._own) and self._is_gone(m)]
+
+    def beat(self) -> None:
+        """While this process is a rank, let those that wait to join know that one exists. Return if the store exits."""
+        with suppress(RuntimeError):
+            store = self._store.clone()  # another connection: calls of this one may wait for an answer
+            while True:
+                if self._members:
+                    store.add("beats", 1)
+                time.sleep(BEAT_S)
 
     def is_over(self) -> bool:
         """Return True if the next world exists, so that whatever happens in this one has no effect."""
@@ -129,7 +142,7 @@ class Membership:
     def end(self) -> None:
         """Release the processes that wait to join: the job is over."""
         with suppress(RuntimeError):  # the store has exited
-            self._store.set("ended", "")
+            self._store.set(ENDED, "")
 
     def form_next(self, rank_info: RankInfo, has_failed: Callable[[], str | None], stacks_dir: Path | None) -> RankInfo:
         """Form the next world with the other ranks that are left and the processes that wait. Return its info here.
@@ -146,10 +159,9 @@ class Membership:
                 raise JobFailed(failure, follows=True)
             keys = [f"here/{number}/{rank}" for rank in range(len(self._members))]
             found = [Member.parse(self._store.get(key)) for key in keys if self._store.check([key])]
-            arrived = [member for member in found if not member.is_gone(self._own.machine)]
+            arrived = [member for member in found if not self._is_gone(member)]
             missing = [m for m in self._members if not any(_is_same(m.process, other.process) for other in arrived)]
-            are_gone = all(member.is_gone(self._own.machine) for member in missing)
-            is_over = are_gone or time.monotonic() - self.left_at > self._timeout_s
+            is_over = all(map(self._is_gone, missing)) or time.monotonic() - self.left_at > self._timeout_s
             if is_over and _is_same(arrived[0].process, self._own):
                 reasons = [self._drop(member.process, stacks_dir) for member in missing]
                 self._close(number, arrived, reasons)
@@ -159,11 +171,13 @@ class Membership:
     def join(self, rank_info: RankInfo, number: int = 0) -> RankInfo:
         """Wait until a world after `number` has this process, enter it, and return its info.
 
-        Raises JobEnded, JobFailed if all ranks of the job exit, and Preempted after a signal.
+        Raises JobEnded, JobFailed if all ranks of the job exit or none shows a sign of life, and Preempted after a
+        signal.
         """
+        self._members, beats, seen_at = [], -1, time.monotonic()
         key = f"candidate/{self._store.add('candidates', 1)}"
         self._store.set(key, _text(Member(self._own)))
-        while not self._store.check(["ended"]):
+        while not self._store.check([ENDED]):
             if reason := received():
                 self._store.delete_key(key)
                 raise Preempted(reason)
@@ -172,10 +186,24 @@ class Membership:
                 if (info := self._enter(number, rank_info)) is not None:
                     self._store.delete_key(key)
                     return info
-            elif all(Member.parse(text).is_gone(self._own.machine) for text in self._read(number)["members"]):
+            elif all(self._is_gone(Member.parse(text)) for text in self._read(number)["members"]):
                 raise JobFailed("all ranks of the world that this process waited for have exited")
+            elif (now := self._store.add("beats", 0)) != beats:
+                beats, seen_at = now, time.monotonic()
+            elif time.monotonic() - seen_at > 2 * self._timeout_s:
+                raise JobFailed("no rank of the world that this process waited for responds")
             time.sleep(POLL_S)
         raise JobEnded
+
+    def _is_gone(self, member: Member) -> bool:
+        """Return True if a process has exited or, on this machine, was stopped by a signal.
+
+        The loss of another machine is unknown.
+        """
+        process = member.process
+        if process.machine == self._own.machine:
+            return state_of(process) != "running"
+        return self._store.check([gone_key(process.host, process.pid)])
 
     def _drop(self, process: RankProcess, stacks_dir: Path | None) -> str:
         """Return a line about a rank that is left out; kill it if it runs on this machine."""
@@ -194,8 +222,11 @@ class Membership:
         joining = [
             member
             for member in candidates
-            if not member.is_gone(self._own.machine) and not any(_is_same(member.process, other) for other in known)
+            if not self._is_gone(member) and not any(_is_same(member.process, other) for other in known)
         ]
+        for key, member in zip(keys, candidates, strict=True):
+            if any(_is_same(member.process, other) for other in known):
+                self._store.delete_key(key)  # it has joined; if it was lost right then, it must not join again
         held = {step for member in arrived for step in member.kept}
         confirmed = [step for member in arrived if (step := member.confirmed) is not None and step in held]
         in_all = set.intersection(*(set(member.kept) for member in arrived))
@@ -237,6 +268,11 @@ class Membership:
             restart=number,
             on_one_machine=len(here) == len(members),
         )
+
+
+def gone_key(host: str, pid: int) -> str:
+    """Return the key by which a machine's agent reports that a process was killed."""
+    return f"gone/{host}/{pid}"
 
 
 def _text(member: Member) -> str:

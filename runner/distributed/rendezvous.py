@@ -43,7 +43,7 @@ def join(rank_info: RankInfo, backend: Backend, timeout_s: float = JOIN_TIMEOUT_
         set_tcp_timeouts(connection, backend.timeout_s)
         # A rank of another world that has reached this store by mistake must not read or change the keys of this one.
         store = None if connection is None else dist.PrefixStore(world_prefix(rank_info.world_id), connection)
-        if store is not None and store.check([f"{KEYS}/{FIRST}"]):  # this process replaces one that was lost
+        if connection is not None and elastic_keys(connection, rank_info.world_id).check([FIRST]):  # it has begun
             world = World(rank_info, store, backend)
             world.join_later()
         else:
@@ -56,6 +56,11 @@ def join(rank_info: RankInfo, backend: Backend, timeout_s: float = JOIN_TIMEOUT_
 def world_prefix(world_id: str) -> str:
     """Return the prefix of the keys of a world in its store."""
     return f"runner/{world_id}"
+
+
+def elastic_keys(store: dist.Store, world_id: str) -> dist.Store:
+    """Return the keys of `Membership` in the store of this world's ranks."""
+    return dist.PrefixStore(f"{world_prefix(world_id)}/{KEYS}", store)
 
 
 def serve_store(host: str, port: int, loopback: bool, timeout_s: float) -> dist.TCPStore:
@@ -73,7 +78,7 @@ def serve_store(host: str, port: int, loopback: bool, timeout_s: float) -> dist.
 
 
 def _connect(rank_info: RankInfo, init: str, timeout_s: float) -> dist.Store | None:
-    if rank_info.world_size == 1:
+    if rank_info.world_size == 1 and not rank_info.may_grow:
         return None
     if init.startswith("file://"):
         return dist.FileStore(init.removeprefix("file://"), rank_info.world_size)

@@ -13,11 +13,12 @@ from runner.distributed.failures.peer_failure import PeerMissing
 from runner.distributed.failures.shutdown import Shutdown
 from runner.distributed.failures.watchdog import Watchdog
 from runner.distributed.local.local_ranks import LocalRanks
-from runner.distributed.membership import Membership
+from runner.distributed.membership import Membership, StoreLost
 from runner.distributed.process_group import ProcessGroup
 from runner.distributed.readings import Readings
 from runner.distributed.store_consensus import StoreConsensus
 from runner.distributed.world_store import WorldStore
+from runner.process.daemon_thread import call_in_daemon
 
 
 class World:
@@ -52,6 +53,7 @@ class World:
         if self.membership is None and self._connection is not None:
             self.membership = Membership(self._connection, self.heartbeat.start(), self.backend.timeout_s)
             self.store.check_peers = self._check_peers
+            call_in_daemon(self.membership.beat, "beat")
 
     def join_later(self) -> None:
         """Wait for a world that includes this process, which was not one of the first ranks. Raise as Membership."""
@@ -62,10 +64,14 @@ class World:
     def regroup(self, has_failed: Callable[[], str | None]) -> None:
         """Leave this world, and form the next one with the ranks that are left. Raises as `Membership.form_next`.
 
-        The process group of this world must have been left.
+        The process group of this world must have been left. Raises StoreLost if the store does not respond.
         """
         assert self.membership is not None
-        self._enter(self.membership.form_next(self.rank_info, has_failed, self.shutdown.stacks_dir))
+        try:
+            self._enter(self.membership.form_next(self.rank_info, has_failed, self.shutdown.stacks_dir))
+        except RuntimeError as error:
+            where = f"{self.rank_info.master_addr}:{self.rank_info.master_port}"
+            raise StoreLost(f"the ranks' store at {where} does not respond ({str(error).splitlines()[0]})") from None
 
     def _check_peers(self) -> None:
         assert self.membership is not None

@@ -3,12 +3,14 @@
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
+from runner.config.diagnostics.import_target import locate
 from runner.config.schema import Config
 from runner.distributed.world import World
-from runner.records.custom_code import imported_code, shipped_hash
+from runner.records.custom_code import imported_code, shipped_hash, targets
 from runner.records.provenance import versions
 from runner.records.settings import dotted
 
@@ -24,6 +26,10 @@ def check_equal(config: Config, world: World) -> list[str]:
     """
     if world.world_size == 1:
         return []
+    if world.membership is not None and world.membership.number:
+        for target in targets(asdict(config)):  # a rank that joins has not imported what the others have
+            with suppress(ValueError):  # reported later
+                locate(target)
     has_others = len(world.local_ranks.hosts()) > 1
     own = _facts(config, has_others)
     first = world.consensus.broadcast("input", lambda: own)

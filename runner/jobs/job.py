@@ -341,7 +341,8 @@ def _record_end(
     """Write the end to the log and to the run directory. is_repeated: the job is tried with more micro-batches."""
     is_reporter = world.shutdown.is_reporter
     if end.state == REGROUPED:
-        directory.leave(end.text)
+        if world.store.is_reachable():  # otherwise, others may continue in this directory
+            directory.leave(end.text)
         return
     if end.stopped:
         log.warning("%s: %s", end.stopped, _stopped_where(directory, task))

@@ -47,16 +47,21 @@ def has_lost_ranks(follows: bool, world: World) -> bool:
     follows: the failure of another rank may be the cause.
     """
     membership, job = world.membership, world.store.job
-    if membership is None or job is None or not membership.has_begun:
+    if membership is None or not membership.has_begun:
         return False
-    with suppress(RuntimeError):  # the store has exited
+    if job is None:  # the store does not respond: `World.regroup` finds out if the next world has this rank
+        return True
+    try:
         if membership.is_over():
             return True
         if follows:  # a rank that raises an exception reports it before it leaves
             wait_until(
-                lambda: bool(membership.lost()) or membership.is_over() or job.check(["failure"]), PEERS_TIMEOUT_S
+                lambda: bool(membership.lost(anywhere=True)) or membership.is_over() or job.check(["failure"]),
+                PEERS_TIMEOUT_S,
             )
             return not job.check(["failure"])
+    except RuntimeError:  # as above
+        return True
     return False
 
 

@@ -25,7 +25,7 @@ from runner.distributed.failures.hung_ranks import KILLED
 from runner.distributed.failures.signals import PREEMPTED, signals_deferred
 from runner.errors import JobFailed, Preempted, print_messages
 from runner.launchers.node_rendezvous import Rendezvous
-from runner.launchers.rank_process import FAILURE_REPORTED, Outcome
+from runner.launchers.rank_process import CUT_OFF, FAILURE_REPORTED, Outcome
 from runner.records.attempts import error_line
 from runner.records.run_directory import CHECKPOINTS, Destination
 from runner.records.run_record import find_run, report_failure, result_mtime_ns
@@ -44,12 +44,13 @@ class Ranks:
 
 
 class _Agent(LocalElasticAgent):
-    """torch's agent, with three differences.
+    """torch's agent, with four differences.
 
     A rank that exits with status 0 before its function returns has failed: torch would wait for its return value
     forever. Signals are handled once all ranks have been started: otherwise, this process would exit without the rank
     that it is starting, which would then fail to open semaphores that no longer exist. If the ranks can continue
     without one that is killed, it is replaced, `max_replaced` times (None: never), or left out: torch would end all.
+    The agent then serves the store until the ranks of all machines have exited.
     """
 
     max_replaced: int | None = None
@@ -67,10 +68,11 @@ class _Agent(LocalElasticAgent):
         """Replace the ranks that were killed. Return True if there were any, and the others continue."""
         assert context._pc is not None and self.max_replaced is not None
         ranks = context._pc
-        running = [process for process in ranks.processes if process.exitcode is None]
-        killed = [number for number in ranks.sentinels.values() if (ranks.processes[number].exitcode or 0) < 0]
-        rendezvous: Any = self._worker_group.spec.rdzv_handler
-        if not killed or not running or not rendezvous.is_elastic():
+        is_running = any(process.exitcode is None for process in ranks.processes)
+        exits = {number: ranks.processes[number].exitcode or 0 for number in ranks.sentinels.values()}
+        killed = [number for number, status in exits.items() if status < 0 or status == CUT_OFF]
+        pids = [ranks.pids()[number] for number in killed]
+        if not killed or not self._rendezvous_of_world.continues_without(pids, is_running):
             return False
         for number in killed:
             del ranks.sentinels[ranks.processes[number].sentinel]
@@ -83,6 +85,16 @@ class _Agent(LocalElasticAgent):
             ranks.sentinels[ranks.processes[number].sentinel] = number
             self._worker_group.workers[number].id = ranks.processes[number].pid
         return True
+
+    @property
+    def _rendezvous_of_world(self) -> Any:
+        return self._worker_group.spec.rdzv_handler
+
+    def _exit_barrier(self) -> None:
+        if self.max_replaced is None:
+            super()._exit_barrier()
+        elif isinstance(self._pcontext, MultiprocessContext):  # torch would wait for machines that are lost
+            self._rendezvous_of_world.end_together(any(self._pcontext._return_values.values()))
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
@@ -204,7 +216,7 @@ def _outcome(result: RunResult, reason: str) -> Outcome:
     if failure.exitcode == PREEMPTED:
         return Preempted()
     # A rank that was terminated because another one failed is not the cause.
-    if failure.exitcode == FAILURE_REPORTED or (reason and (failure.exitcode > 0 or KILLED in reason)):
+    if failure.exitcode in (FAILURE_REPORTED, CUT_OFF) or (reason and (failure.exitcode > 0 or KILLED in reason)):
         return JobFailed(reason or "a rank has reported the reason above")
     how = signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else f"exit status {failure.exitcode}"
     return RankDied(f"rank {rank} on {socket.gethostname()} died: {how}")

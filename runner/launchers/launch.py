@@ -119,8 +119,8 @@ def check_elastic(config: Config, choices: Mapping[str, str], launcher: Launcher
     setting = f"elastic_every_steps={config.elastic_every_steps}"
     if not launcher.is_elastic:
         raise InputError(
-            f"{setting} does not work with launcher={choices['launcher']}, which ends all ranks if one is lost, or "
-            "with several nodes; try launcher=spawn or torchrun on one machine"
+            f"{setting} does not work with launcher={choices['launcher']}, which ends all ranks if one is lost; "
+            "try launcher=spawn or torchrun"
         )
     if AUTO in (choices["parallel"], config.micro_batches):
         raise InputError(f"{setting} does not work with parallel=auto or micro_batches=auto; name a mode and a number")

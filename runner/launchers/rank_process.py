@@ -16,7 +16,7 @@ from runner.config.request import Request
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import find_rank_info
 from runner.distributed.failures import signals
-from runner.distributed.membership import JobEnded
+from runner.distributed.membership import JobEnded, StoreLost
 from runner.distributed.rendezvous import join
 from runner.errors import InputError, JobFailed, Preempted, exiting_on_system_errors, print_messages
 from runner.jobs.job import run_job
@@ -25,6 +25,7 @@ from runner.process.standard_streams import open_streams
 
 Outcome = dict[str, float] | BaseException  # the metrics, or what the job has raised
 FAILURE_REPORTED = 75  # exit status of a rank whose failure has been reported; sysexits.h's EX_TEMPFAIL
+CUT_OFF = 76  # exit status of a rank that has lost the store, while others may continue
 
 
 @exiting_on_system_errors(FAILURE_REPORTED)
@@ -38,7 +39,13 @@ def run_rank(request: Request, join_timeout_s: float, source: str) -> Outcome:
     multiprocessing.set_start_method(None, force=True)
     # Otherwise a process that a callback forks would keep the launcher's fork server running.
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
-    rank_info = replace(find_rank_info(), source=source, restart=0, restart_file=f"{request.destination.file}-restart")
+    rank_info = replace(
+        find_rank_info(),
+        source=source,
+        restart=0,
+        restart_file=f"{request.destination.file}-restart",
+        may_grow=request.config.elastic_every_steps is not None,
+    )
     try:
         world = join(rank_info, as_backend(request.config.backend), join_timeout_s)
     except (InputError, Preempted) as error:
@@ -52,6 +59,9 @@ def run_rank(request: Request, join_timeout_s: float, source: str) -> Outcome:
     try:
         with importing_code_of(request.code_of):
             outcome = run_job(request, world)
+    except StoreLost as error:
+        print_messages([f"rank {rank_info.rank} stops, and records nothing: {error}"])
+        sys.exit(CUT_OFF)
     except JobFailed:
         world.shutdown.report_before_exit(lambda: None)  # the agent terminates the others as soon as one has exited
         sys.exit(FAILURE_REPORTED)  # an agent regards a rank that returns as finished, and waits for other machines

@@ -41,6 +41,7 @@ class Torchrun(Launcher):
     """launcher=torchrun; conf/launcher/torchrun.yaml documents the options."""
 
     starts_processes = True
+    is_elastic = True
     source = "torchrun"  # of the ranks
     save_s: float | None = None  # after a signal, until the ranks are killed; None: they end by themselves
     is_repeated = False  # a service repeats the command if another node is lost or has given up
@@ -81,7 +82,6 @@ class Torchrun(Launcher):
             raise ValueError(f"launcher.rdzv_endpoint={rdzv_endpoint} must be HOST:PORT, as node1:29400")
         self.host, self.port, self.rdzv_id = host.strip("[]"), int(port), rdzv_id
         self.nproc_per_node, self.max_restarts = nproc_per_node, max_restarts
-        self.is_elastic = self.max_nodes == 1
         self.world_size = self.max_nodes * nproc_per_node if self.max_nodes == self.min_nodes else None
         self.join_timeout_s = join_timeout_s
 
@@ -108,7 +108,7 @@ class Torchrun(Launcher):
             return run_worlds(OneMachine(self.join_timeout_s), ranks, destination, self.max_restarts, received)
         where, nodes = f"{self.endpoint_key}={self.host}:{self.port}", None
         try:
-            nodes = Nodes(self._parameters(), timeout_s, self.node_rank)
+            nodes = Nodes(self._parameters(), timeout_s, self.node_rank, ranks.max_replaced is not None)
             return run_worlds(nodes, ranks, destination, self.max_restarts, received)
         except RendezvousError as error:
             reason = str(error) or type(error).__name__
@@ -126,6 +126,8 @@ class Torchrun(Launcher):
                 text = f"{where}, the rendezvous of the nodes, is lost: it does not respond"
         if status == REPEAT:
             text += "; repeat the command"
+        elif ranks.max_replaced is not None and (directory := destination.find()):
+            text += f"; if other nodes continue, repeat the command; otherwise start every node with resume={directory}"
         elif directory := destination.find():
             text += f"; start every node again with resume={directory}"
         print(text, file=sys.stderr, flush=True)

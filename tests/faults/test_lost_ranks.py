@@ -564,7 +564,7 @@ def test_refused(words: Sequence[str], message: str, tmp_path: Path) -> None:
         (("launcher=spawn", "micro_batches=auto"), "does not work with parallel=auto or micro_batches=auto"),
         (("launcher=spawn", "parallel=auto"), "does not work with parallel=auto or micro_batches=auto"),
         (("launcher=spawn", "outputs=s3://bucket/runs"), "does not work with outputs=s3://bucket/runs"),
-        (("launcher=torchrun", "launcher.nodes=2", "launcher.rdzv_endpoint=localhost:29400"), "or with several nodes"),
+        (("launcher=slurm",), "does not work with launcher=slurm, which ends all ranks if one is lost"),
     ],
 )
 def test_refused_by_the_command(

@@ -16,6 +16,7 @@ from worlds import configure
 from runner.distributed.environment import RankInfo
 from runner.errors import InputError, JobFailed
 from runner.launchers import torchrun
+from runner.launchers.elastic import Ranks
 from runner.launchers.kubernetes.launcher import Kubernetes
 from runner.launchers.launch import launch, make_launcher
 from runner.launchers.ray.launcher import Ray
@@ -154,5 +155,5 @@ def test_the_command_of_a_lost_node_is_repeated_only_with_a_run_id(
         launcher = Torchrun(1, 2, node_rank=0, master_addr="127.0.0.1")
         launcher.is_repeated = is_repeated
         with pytest.raises((JobFailed, InputError)) as caught:
-            launcher._run(None, Destination(), [], 1.0)
+            launcher._run(Ranks(1, int, ()), Destination(), [], 1.0)
         assert getattr(caught.value, "status", 2) == expected
