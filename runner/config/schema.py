@@ -162,7 +162,7 @@ class Config:
     transform_targets: Annotated[Any, bool | Literal["auto"], OneOf(("auto", True, False))] = "auto"
     batch_size: Annotated[int, AtLeast(1)] = 64
     micro_batches: Annotated[Any, int | Literal["auto"], AtLeast(1, ("auto",))] = 1
-    precision: Annotated[str, OneOf(("fp64", "fp32", "bf16", "fp16"))] = "fp32"
+    precision: Annotated[str, OneOf(("fp64", "fp32", "bf16", "fp16", "float8"))] = "fp32"
     compile: Annotated[
         Any, bool | Literal["reduce-overhead", "max-autotune"], OneOf((True, False, "reduce-overhead", "max-autotune"))
     ] = False

@@ -15,12 +15,12 @@ from runner.tensor_values import has_values
 
 
 class Precision:
-    """fp64 and fp32 set the parameters' dtype; bf16 and fp16 compute under autocast with parameters in fp32."""
+    """fp64 and fp32 set the parameters' dtype; the others compute under autocast, with parameters in fp32."""
 
     def __init__(self, name: str, device: torch.device):
         self.name = name
         self.parameter_dtype = torch.float64 if name == "fp64" else torch.float32
-        self._autocast_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
+        self._autocast_dtype = {"bf16": torch.bfloat16, "float8": torch.bfloat16, "fp16": torch.float16}.get(name)
         self._device_type = device.type
         # fp16 gradients underflow unless the loss is scaled (Micikevicius et al. 2018); a disabled scaler does nothing.
         self.scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")

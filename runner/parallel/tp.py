@@ -38,6 +38,7 @@ class TP(Parallel):
     refusals = (
         # The scaler unscales all gradients in one operator, which does not accept plain tensors and DTensors.
         Refusal("precision", "{setting} does not work with parallel=tp", "try precision=bf16", values=("fp16",)),
+        Refusal("precision", "{setting}: torchao does not split layers", "try precision=bf16", values=("float8",)),
     )
 
     def __init__(self, tensor: int | None = None, rest: Literal["average", "fsdp"] = "average"):

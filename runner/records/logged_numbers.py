@@ -10,7 +10,8 @@ from runner.records.monitor import LOSS
 from runner.records.run_files import read_checksums, read_metrics
 from runner.records.run_record import find_run
 
-EPS = {"fp64": 2.0**-52, "fp32": 2.0**-23, "fp16": 2.0**-10, "bf16": 2.0**-7}  # torch.finfo(...).eps
+# torch.finfo(...).eps
+EPS = {"fp64": 2.0**-52, "fp32": 2.0**-23, "fp16": 2.0**-10, "bf16": 2.0**-7, "float8": 2.0**-3}
 # In training, differences by rounding start at a few EPS and grow, in runs of ConvNets by up to 7 times per step.
 FACTOR, MAX_TOLERANCE = 100, 0.005
 GROWTH, MAX_STEPS = 10, 4

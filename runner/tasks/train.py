@@ -119,6 +119,7 @@ def _shortest_seconds(config: Config, experiment: Experiment, world: World, dire
     if (gpu := name_of_gpu(directories)) is None:
         return None
     recipe, flops = experiment.recipe, load_device(gpu, directories).flops
+    precision = "bf16" if config.precision == "float8" else config.precision  # some products stay in bf16
     try:
         seconds = shortest_seconds(
             experiment.make_model,
@@ -126,13 +127,13 @@ def _shortest_seconds(config: Config, experiment: Experiment, world: World, dire
             recipe.objective,
             recipe.sample,
             flops,
-            config.precision,
+            precision,
             config.tf32,
         )
     except Exception as error:  # custom code can raise anything
         log.info("mfu      not measured: the model cannot be called on the meta device (%s)", first_line(error))
         return None
-    rate = flops.get(config.precision, flops["fp32"])
+    rate = flops.get(precision, flops["fp32"])
     log.info("mfu      relative to the peak of %.4g TFLOP/s of each %s (conf/device)", rate / 1e12, gpu)
     return seconds / (world.world_size * len(world.devices))
 

@@ -25,6 +25,7 @@ from runner.input.sampler import Sampler, count_steps
 from runner.input.source import Source
 from runner.objectives.objective import loss_groups
 from runner.objectives.supervised import Supervised
+from runner.optimization.float8 import convert_linears
 from runner.optimization.lr_schedules import Schedule
 from runner.optimization.optimizers import OptimizerFactory
 from runner.optimization.parameter_patterns import counted, freeze
@@ -240,6 +241,7 @@ class Assembly:
     def adapt_model(self) -> None:
         """Change what the forward does: BatchNorm over all ranks, recomputation, seeds of stages, and compilation."""
         config, module, draws = self._config, self._module, self._found.draws
+        self.header_lines += convert_linears(module, self._world.device) if config.precision == "float8" else []
         synchronize_as_configured(config.sync_batchnorm, module, self.axes)
         if self._trains:
             self.warnings += describe_batch_norm(config.micro_batches, module, self.axes)

@@ -80,7 +80,7 @@ TABLE = {
     "model=mlp model.hidden=[0]": "model.hidden=[0] must be one or more sizes of at least 1; try [256, 128]",
     "model=split model@model.model=mlp model.model.dropout=2": "model.model.dropout=2 must be at least 0 and below 1",
     "model=split model.parts=9": "model.parts=9 must be at least 2 and at most the 3 stages of ConvNet; try 2",
-    "precision=fp8": "precision=fp8 must be one of fp64, fp32, bf16, fp16",
+    "precision=fp8": "precision=fp8 must be one of fp64, fp32, bf16, fp16, float8",
     "clip_grad_norm=nan": "clip_grad_norm=nan must be above 0 and finite",
     "scheduler=cosine scheduler.warmup_steps=-1": "scheduler.warmup_steps=-1 must be at least 0",
     "name=a/b": "name=a/b must be 1 to 64 letters",
