@@ -25,7 +25,7 @@ JOB = (
 )  # fmt: skip
 ELASTIC = (
     *JOB, *SLOWLY, "elastic_every_steps=5", "backend.timeout_s=6", "checkpoint.every_steps=20", "launcher=torchrun",
-    "launcher.max_restarts=1",
+    "launcher.max_restarts=3",
 )  # fmt: skip
 
 
