@@ -310,7 +310,9 @@ def _end_of(error: BaseException, world: World) -> _End:
     if isinstance(error, InputError) and user_line(error) is None:  # such as a checkpoint with another hash
         return _End(text=str(error), refused=error.messages)
     kind = f" {RAN_OUT}" if is_out_of_memory(error) else ":"
-    return _End("failed", _describe(error), None, is_peer_failure(error), raised_at(error.__traceback__), kind)
+    # A rank of another machine that is lost before the group is formed is only missing in the store.
+    follows = is_peer_failure(error) or (isinstance(error, RanksMissing) and world.membership is not None)
+    return _End("failed", _describe(error), None, follows, raised_at(error.__traceback__), kind)
 
 
 def _outcome_of(end: _End, directory: Path, is_repeated: bool) -> Exception:

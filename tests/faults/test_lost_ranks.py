@@ -34,6 +34,7 @@ from runner.distributed.collectives import Collectives
 from runner.distributed.environment import RankInfo
 from runner.distributed.failures import heartbeat
 from runner.distributed.membership import JobEnded
+from runner.distributed.process_group import ProcessGroup
 from runner.distributed.rendezvous import serve_store
 from runner.distributed.world import World
 from runner.errors import InputError
@@ -390,6 +391,26 @@ def test_an_excluded_rank_returns(whole: Run, tmp_path: Path, monkeypatch: pytes
             ranks.close()
             raise
         assert_equal(ranks.finish(), whole)
+
+
+@pytest.mark.thorough
+@pytest.mark.fault("kill -9 of a rank of another machine while the ranks form their process group", outcome="went_on")
+def test_a_rank_of_another_machine_is_lost_while_the_group_forms(
+    whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "machine_id", lambda: f"machine {os.getpid()}")
+    form = ProcessGroup.form
+
+    def form_or_die(self: ProcessGroup, *args: Any) -> None:
+        if (self._rank_info.restart, self._rank_info.rank) == (1, 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._store.gather("test", "")  # as for the addresses of ranks on several machines
+        form(self, *args)
+
+    monkeypatch.setattr(ProcessGroup, "form", form_or_die)
+    with before_each_step(kills(2, 10)):
+        ranks = Ranks(tmp_path / "out", 3, *ELASTIC, *STATEFUL, "parallel=ddp", "backend.timeout_s=3").start()
+        assert_equal(ranks.finish(killed=[1, 2]), whole)
 
 
 @pytest.mark.soak
