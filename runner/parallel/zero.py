@@ -41,7 +41,8 @@ class Zero(Parallel):
 
     def _prepare_group(self, recipe: Recipe, loss_group: LossGroup, world: World) -> Replica:
         whole = recipe.make_optimizer(loss_group.parameters)  # only for its groups
-        optimizer = ZeroRedundancyOptimizer(
+        kind = ZeroRedundancyOptimizer if world.membership is None else _SendingInTurn
+        optimizer = kind(
             [{**group} for group in whole.param_groups],
             # torch only calls it with parameter groups that contain their options.
             optimizer_class=recipe.make_optimizer,  # type: ignore[arg-type]
@@ -53,3 +54,16 @@ class Zero(Parallel):
         return Replica(
             recipe, optimizer, loss_group, without_sync=wrapped.no_sync, local_optimizer=optimizer.optim, **options
         )
+
+
+class _SendingInTurn(ZeroRedundancyOptimizer):
+    """ZeroRedundancyOptimizer whose ranks send their updated parameters one after the other, in an elastic world.
+
+    If all ranks send at once, and two of them are lost, the others may wait for each other in gloo's broadcasts. Then
+    they cannot leave the group until its timeout, even though they know of the loss.
+    """
+
+    def _sync_params(self) -> None:
+        for rank in range(self.world_size):
+            for work in self._broadcast_params_from_rank(rank):  # type: ignore[attr-defined]
+                work.wait()

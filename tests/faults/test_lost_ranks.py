@@ -301,6 +301,17 @@ def test_two_lost_at_once(mode: str, killed: Sequence[int], start: str, whole: R
     assert ("resuming after step 7" in text) == (start == "the newest checkpoint")
 
 
+@pytest.mark.fault(
+    "kill -9 of two of four ranks before they send the parameters that they have updated", outcome="went_on"
+)
+def test_two_lost_before_parameters_are_sent(whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others do not wait for each other until backend.timeout_s, which is longer than the test waits."""
+    for rank in (0, 2):
+        MOMENTS["after its part of the update"](monkeypatch, rank, 10)
+    ranks = Ranks(tmp_path / "out", 4, *ELASTIC, *STATEFUL, "parallel=zero").start()
+    assert_equal(ranks.finish(killed=[0, 2]), whole)
+
+
 @pytest.mark.thorough
 @pytest.mark.fault("kill -9 of a rank while the others restore what a lost rank had", outcome="went_on")
 def test_lost_while_restoring(whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
