@@ -34,7 +34,7 @@ from peers.commands import BASELINE, ROOT, RUNNER, CommandFailed, Place, command
 from peers.works import ALL_WORKS, GPU_WORKS, MNIST  # noqa: E402
 
 LIMIT, DEFAULTS = "limit", "defaults"
-ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+ALLOCATOR = "PYTORCH_ALLOC_CONF"
 COMMANDS = (BASELINE, RUNNER, LIMIT)
 # By name: the environment of the scripts, and the runner's overrides.
 VARIANTS = {
