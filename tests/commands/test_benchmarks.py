@@ -117,24 +117,25 @@ def test_suite_measures_and_writes_a_row_for_each_command(commands: Commands, tm
     assert (tmp_path / "images" / "benchmarks.png").stat().st_size > 0
 
 
+def measured_without_a_gpu(commands: Commands, folder: Path, *args: str) -> tuple[list[list[str]], str]:
+    """Return the table rows of benchmarks/gpu.py for the workload mlp, and its output."""
+    write_idx(folder, num_train=2400, num_val=800)
+    words = (*args, "--work=mlp", "--steps=6", f"--root={folder}", "--rounds=1")
+    done = commands.finish(commands.start(str(BENCHMARKS / "gpu.py"), *words))
+    assert done.returncode == 0, done.stderr
+    return [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| mlp |")], done.stdout
+
+
 @pytest.mark.thorough
 def test_gpu_measures_without_a_gpu(commands: Commands, tmp_path: Path) -> None:
-    write_idx(tmp_path, num_train=2400, num_val=800)
-    args = ["--work=mlp", "--variant=bf16", "--steps=6", f"--root={tmp_path}", "--rounds=1"]
-    done = commands.finish(commands.start(str(BENCHMARKS / "gpu.py"), *args))
-    assert done.returncode == 0, done.stderr
-    (row,) = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| mlp |")]
+    (row,), output = measured_without_a_gpu(commands, tmp_path, "--variant=bf16")
     assert row[1] == "bf16" and all(float(cell.replace(",", "")) > 0 for cell in row[2:7])
-    assert "- checks: no GPU" in done.stdout
+    assert "- checks: no GPU" in output
 
 
 @pytest.mark.thorough
 def test_gpu_compares_settings_without_a_gpu(commands: Commands, tmp_path: Path) -> None:
-    write_idx(tmp_path, num_train=2400, num_val=800)
-    args = ["--settings", "--work=mlp", "--steps=6", f"--root={tmp_path}", "--rounds=1"]
-    done = commands.finish(commands.start(str(BENCHMARKS / "gpu.py"), *args))
-    assert done.returncode == 0, done.stderr
-    rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| mlp |")]
+    rows, _ = measured_without_a_gpu(commands, tmp_path, "--settings")
     assert [row[2] for row in rows] == ["`defaults`", "`keep_samples=device`"]
     assert all(float(cell.replace(",", "")) > 0 for row in rows for cell in row[3:6])
 

@@ -48,7 +48,7 @@ def test_a_rank_that_its_agent_reports_as_killed_is_not_waited_for() -> None:
 
 
 def test_a_process_that_was_lost_before_it_joined_does_not_join_again() -> None:
-    """The machine of the process was lost, so that nobody has reported the process."""
+    """Its machine was lost with it, so that no agent has reported that it was killed."""
     store = dist.HashStore()
     first = Membership(store, process(0), timeout_s=0.1)
     first.begin([process(0)])

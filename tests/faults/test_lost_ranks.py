@@ -466,6 +466,12 @@ def test_an_error_of_a_rank_is_no_loss(tmp_path: Path) -> None:
     assert "ValueError: wrong" in Run(path).result["error"]
 
 
+def run_without_rank_1(folder: Path, parallel: str) -> Run:
+    """Return a run of two ranks, of which rank 1 is killed before step 11."""
+    with before_each_step(kills(1, 10)):
+        return Ranks(folder, 2, *ELASTIC, *STATEFUL, f"parallel={parallel}").start().finish(killed=[1])
+
+
 def test_a_part_that_is_missing_is_found(whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep = StateCopies.before_step
 
@@ -474,9 +480,7 @@ def test_a_part_that_is_missing_is_found(whole: Run, tmp_path: Path, monkeypatch
         keep(self, state)
 
     monkeypatch.setattr(StateCopies, "before_step", keep_without_others)
-    with before_each_step(kills(1, 10)):
-        ranks = Ranks(tmp_path / "out", 2, *ELASTIC, *STATEFUL, "parallel=zero").start()
-        ended = ranks.finish(killed=[1])
+    ended = run_without_rank_1(tmp_path / "out", "zero")
     with pytest.raises(AssertionError):
         assert_equal(ended, whole)
 
@@ -553,9 +557,7 @@ def test_a_step_that_is_applied_twice_is_found(whole: Run, tmp_path: Path, monke
             self.world.membership.copies[-1] = older
 
     monkeypatch.setattr(StateCopies, "before_step", keep_older_position)
-    with before_each_step(kills(1, 10)):
-        ranks = Ranks(tmp_path / "out", 2, *ELASTIC, *STATEFUL, "parallel=ddp").start()
-        ended = ranks.finish(killed=[1])
+    ended = run_without_rank_1(tmp_path / "out", "ddp")
     with pytest.raises(AssertionError):
         assert_equal(ended, whole)
 
