@@ -62,11 +62,14 @@ class ProcessGroup:
                 device_id=device if device.type == "cuda" else None,
             )
         )
+        later = timeout
         if "nccl" in dist.get_backend_config():
             # By default, NCCL's thread terminates the process when the watchdog begins to examine the failure.
+            later = timeout + timedelta(seconds=NCCL_EXTRA_S)
             assert dist.group.WORLD is not None
             nccl: Any = dist.group.WORLD._get_backend(device)
-            nccl._set_default_timeout(timeout + timedelta(seconds=NCCL_EXTRA_S))
+            nccl._set_default_timeout(later)
+        self._set_timeout_of_subgroups(later)
         if self._local_ranks.own is None:
             return
         with closing(Listener(self._local_ranks.own)) as listener:
@@ -78,6 +81,13 @@ class ProcessGroup:
                 self.on_leave(lambda went_well: sockets.close())
                 exchange.use(exchange.LocalExchanges(self._rank_info.rank, sockets))
                 self.on_leave(lambda went_well: exchange.use(None))
+
+    def _set_timeout_of_subgroups(self, timeout: timedelta) -> None:
+        """Change the timeout that groups such as those of a mesh have by default: torch's is 10 min or 30 min."""
+        c10d: Any = dist.distributed_c10d
+        default = c10d._get_default_timeout
+        c10d._get_default_timeout = lambda backend: timeout
+        self.on_leave(lambda went_well: setattr(c10d, "_get_default_timeout", default))
 
     def _wait_for(self, init: Callable[[], None]) -> None:
         """Call `init`. In an elastic world, do not wait for a rank that is lost meanwhile, but raise PeerMissing."""

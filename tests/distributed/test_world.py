@@ -17,6 +17,7 @@ from ranks import run_ranks
 from runner.distributed.backend import Backend
 from runner.distributed.environment import RankInfo
 from runner.distributed.failures.signals import handling_signals
+from runner.distributed.process_group import make_mesh
 from runner.distributed.world import World
 from runner.errors import InputError, Preempted
 
@@ -150,6 +151,23 @@ def test_group_that_cannot_be_destroyed_is_given_up(
     finally:
         let_go.set()
     assert "the process group could not be destroyed within 0.2 s" in caplog.text
+
+
+def test_all_groups_have_the_timeout_of_the_backend(tmp_path: Path) -> None:
+    def on_rank(rank: int, world_size: int) -> list[float]:
+        world = world_of(rank, world_size, tmp_path, timeout_s=77)
+        world.group.form(world.backend, world.device)
+        mesh = make_mesh(world.device, shard=2, tensor=2)
+        groups = [dist.new_group([0, 1, 2]), dist.new_subgroups(1)[0], *mesh.get_all_groups()]
+        groups.append(mesh._flatten().get_group())
+        own = [group for group in groups if isinstance(group, dist.ProcessGroup)]
+        timeouts = [group._get_backend(world.device).options._timeout.total_seconds() for group in own]  # type: ignore[attr-defined]
+        world.group.leave(went_well=True)
+        return timeouts
+
+    timeout = dist.distributed_c10d._get_default_timeout
+    assert run_ranks(on_rank, 4, forms_group=False) == [[77.0] * 5] * 3 + [[77.0] * 4]
+    assert dist.distributed_c10d._get_default_timeout is timeout
 
 
 WAITS: dict[str, Callable[[World], object]] = {
