@@ -3,7 +3,8 @@
 import json
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,15 @@ class StoreConsensus:
     def __init__(self, rank_info: RankInfo, store: WorldStore, timeout_s: float):
         self._rank_info, self._store, self.timeout_s = rank_info, store, timeout_s
         self._kept: dict[str, str] = {}
+
+    @contextmanager
+    def waiting_longer(self, timeout_s: float) -> Iterator[None]:
+        """Within the context, wait at least this many seconds for other ranks."""
+        before, self.timeout_s = self.timeout_s, max(self.timeout_s, timeout_s)
+        try:
+            yield
+        finally:
+            self.timeout_s = before
 
     def first_error(self, topic: str, messages: list[str]) -> list[str]:
         """Return the messages of the lowest rank that has any, on every rank. All ranks must call it.

@@ -19,9 +19,8 @@ from runner.checkpoints.layout import (
 )
 from runner.config.changes import changed_since, differs_from
 from runner.config.request import Request
-from runner.config.schema import Config
 from runner.distributed.world import World
-from runner.errors import InputError, as_input_error, describe_system_error, quantity
+from runner.errors import InputError, as_input_error, describe_system_error
 from runner.input.stream import UNKNOWN_LENGTH
 from runner.jobs.machine_copies import pull_copy, synchronize_copies
 from runner.jobs.mirrored_directory import address_of
@@ -33,7 +32,6 @@ from runner.records.run_lock import DEAD_AFTER_S
 from runner.records.run_record import DONE, RESULT, find_run
 from runner.records.settings import CONFIG, OVERRIDES
 from runner.remote.address import is_remote
-from runner.remote.mirror_process import MirrorProcess, report_left
 from runner.training.build import Experiment
 
 
@@ -105,37 +103,6 @@ def find_finished(request: Request) -> dict[str, float] | None:
     return run.metrics
 
 
-@contextmanager
-def mirrored(config: Config, world: World) -> Iterator[MirrorProcess | None]:
-    """Start the process that mirrors the run on each machine if `outputs=` is an address. All ranks must call it.
-
-    At the end, wait until all is uploaded, or until the store has failed for remote.patience_s. Raise InputError if the
-    store cannot be used, and JobFailed if the run ended well but files could not be uploaded.
-    """
-    if not is_remote(config.outputs):
-        yield None
-        return
-    mirror: MirrorProcess | None = None
-
-    refused, is_successful = list[str](), False
-    try:
-        if world.rank_info.local_rank == 0:
-            try:
-                mirror = MirrorProcess(config.outputs, config.remote.options or {}, config.remote.patience_s)
-            except InputError as error:
-                refused = error.messages
-        if refused := world.consensus.first_error("mirror", refused):
-            raise InputError(*refused)
-        yield mirror
-        is_successful = True
-    finally:
-        if mirror is not None:
-            left = mirror.end()
-            if world.rank == 0 and (num := mirror.num_retries):
-                print(f"repeated {quantity(num, 'request')} to {config.outputs}", flush=True)
-            report_left(left, is_successful)
-
-
 def agree_on_directory(request: Request, world: World) -> Path:
     """Return the run directory, which rank 0 creates for a new run. All ranks must call it.
 
@@ -194,7 +161,7 @@ def locked(directory: RunDirectory, request: Request, world: World) -> Iterator[
                 parallel=request.command.choices["parallel"],
                 changed=changed,
             )
-            if directory.mirror is not None:
+            if directory.mirror is not None and not directory.mirror.address:  # otherwise begun in an earlier world
                 directory.mirror.begin(directory.path, address_of(directory.path, request.config))
         except InputError:
             directory.release()
@@ -203,19 +170,15 @@ def locked(directory: RunDirectory, request: Request, world: World) -> Iterator[
             raise InputError(describe_system_error(error) or f"{directory.path} cannot be locked: {error}") from None
         return str(directory.attempt.number)
 
-    timeout_s, remote = world.consensus.timeout_s, request.config.remote
     wait_s = 2 * DEAD_AFTER_S  # for the heartbeat of an owner on another machine
     if is_remote(request.config.outputs):
-        wait_s += remote.patience_s  # for the uploads of a run that was killed
-    world.consensus.timeout_s = max(timeout_s, wait_s)
+        wait_s += request.config.remote.patience_s  # for the uploads of a run that was killed
     try:
-        with as_input_error():
+        with as_input_error(), world.consensus.waiting_longer(wait_s):
             world.consensus.keep_for_restart("locked", world.consensus.broadcast("locked", lock))
     except BaseException:  # another rank was lost meanwhile
         directory.release()
         raise
-    finally:
-        world.consensus.timeout_s = timeout_s
     try:
         synchronize_copies(directory, request.config, world)
         yield

@@ -31,7 +31,7 @@ from runner.errors import (
 )
 from runner.input.sampler import count_steps
 from runner.jobs.compile_cache import check_compile_caches, separate_by_cpu
-from runner.jobs.continuation import agree_on_directory, check_directory, count_samples, find_finished, locked, mirrored
+from runner.jobs.continuation import agree_on_directory, check_directory, count_samples, find_finished, locked
 from runner.jobs.equal_input import check_equal
 from runner.jobs.micro_batches import (
     RAN_OUT,
@@ -40,6 +40,7 @@ from runner.jobs.micro_batches import (
     may_double_again,
     run_until_it_fits,
 )
+from runner.jobs.mirrored_directory import JobMirror
 from runner.jobs.process_state import choose_kernels, reset_process
 from runner.jobs.process_tuning import returning_large_blocks
 from runner.jobs.regrouping import begin, has_lost_ranks, run_in_worlds
@@ -61,28 +62,33 @@ def run_job(request: Request, world: World) -> dict[str, float]:
 
     Return its metrics. Raise InputError (nothing was written), Preempted (a signal stopped it) or JobFailed.
     """
-    return run_in_worlds(_run_in_world, request, world)
+    mirror = JobMirror()
+    try:
+        return run_in_worlds(partial(_run_in_world, mirror), request, world)
+    finally:
+        mirror.end(world)  # if the ranks could not form another world
 
 
-def _run_in_world(request: Request, world: World) -> dict[str, float]:
+def _run_in_world(mirror: JobMirror, request: Request, world: World) -> dict[str, float]:
     """Run the job in one world. Raises as run_job does, and Regroup if the ranks have to form another world."""
     with run_in_progress(), handling_signals(), copying_output(world.rank == 0):
+        run_once = partial(_run_once, mirror)
         chooses_mode = request.command.choices.get("parallel") == AUTO
         # At once, because plans and measurements take long.
         plans = chooses_mode or request.config.micro_batches == AUTO
-        if plans and (metrics := _run_once(request, world, checks_only=True)):
+        if plans and (metrics := run_once(request, world, checks_only=True)):
             return metrics
         if chooses_mode:
             from runner.jobs.mode_choice import choose_mode  # imported late, because other jobs do not need it
 
-            request = choose_mode(_run_once, request, world)
+            request = choose_mode(run_once, request, world)
         if request.config.micro_batches != AUTO:
-            return _run_once(request, world)
-        return run_until_it_fits(_run_once, request, world)
+            return run_once(request, world)
+        return run_until_it_fits(run_once, request, world)
 
 
 def _run_once(
-    request: Request, world: World, may_double: bool | None = None, checks_only: bool = False
+    mirror: JobMirror, request: Request, world: World, may_double: bool | None = None, checks_only: bool = False
 ) -> dict[str, float]:
     """Run the job once. Raises as run_job does, and TooLarge if `may_double` and smaller micro-batches may fit.
 
@@ -99,8 +105,8 @@ def _run_once(
             return metrics
         if checks_only:
             return _check(request, world)
-        with mirrored(request.config, world) as mirror:
-            return _run(request, world, may_double, mirror)
+        with mirror.running(request.config, world) as process:
+            return _run(request, world, may_double, process)
     except (InputError, Preempted, JobFailed, Regroup) as error:
         raised = error.with_traceback(None)
         raised.__context__ = raised.__cause__ = None

@@ -32,8 +32,7 @@ def synchronize_copies(directory: RunDirectory, config: Config, world: World) ->
     directory.is_shared = not world.consensus.first_error("separate", ["yes"] * is_separate)
     if directory.is_shared:
         return
-    timeout_s, world.consensus.timeout_s = world.consensus.timeout_s, DOWNLOADED_WITHIN_S
-    try:
+    with world.consensus.waiting_longer(DOWNLOADED_WITHIN_S):
         if directory.writes:
             directory.complete = partial(_complete, directory.path, config)
         newest = world.consensus.broadcast("newest", lambda: _complete_newest(directory.path, config))
@@ -45,8 +44,6 @@ def synchronize_copies(directory: RunDirectory, config: Config, world: World) ->
                 messages = error.messages
         if messages := world.consensus.first_error("copies", messages):
             raise InputError(*messages)
-    finally:
-        world.consensus.timeout_s = timeout_s
 
 
 def _complete_newest(path: Path, config: Config) -> str | None:

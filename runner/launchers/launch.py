@@ -124,8 +124,11 @@ def check_elastic(config: Config, choices: Mapping[str, str], launcher: Launcher
         )
     if AUTO in (choices["parallel"], config.micro_batches):
         raise InputError(f"{setting} does not work with parallel=auto or micro_batches=auto; name a mode and a number")
-    if is_remote(config.outputs):
-        raise InputError(f"{setting} does not work with outputs={config.outputs}; use a local directory")
+    if is_remote(config.outputs) and (launcher.started_on_each or launcher.uses_machines or launcher.queues):
+        raise InputError(
+            f"{setting} and outputs={config.outputs} work together only on one machine; use a directory of a shared "
+            "file system"
+        )
 
 
 def check_ahead(config: Config, choices: Mapping[str, str], world_size: int) -> None:

@@ -30,7 +30,7 @@ class MirrorProcess:
     """
 
     def __init__(self, outputs: str, options: Mapping[str, Any], patience_s: float):
-        self._outputs, self._failed, self._directory, self._last = outputs, "", "", dict[str, Any]()
+        self.outputs, self._failed, self._directory, self._last = outputs, "", "", dict[str, Any]()
         self.address = ""  # of the run, from `begin` on
         self.num_retries = 0  # requests of this machine that were repeated
         self._process = subprocess.Popen(
@@ -75,9 +75,7 @@ class MirrorProcess:
             return []
         self._reader.join()  # it reads the last report
         if not self._last:
-            return [
-                f"outputs={self._outputs}: its upload has ended unexpectedly; resume={self._directory} continues it"
-            ]
+            return [f"outputs={self.outputs}: its upload has ended unexpectedly; resume={self._directory} continues it"]
         if left := self._last["left"]:
             named = ", ".join(left[:_MAX_NAMED]) + (", ..." if len(left) > _MAX_NAMED else "")
             reason = self._last["error"] or self._failed
@@ -92,9 +90,7 @@ class MirrorProcess:
             self._process.stdin.write(json.dumps(message) + "\n")
             self._process.stdin.flush()
             line = self._process.stdout.readline()
-        answer = (
-            json.loads(line) if line else {"refused": [f"outputs={self._outputs}: its upload could not be started"]}
-        )
+        answer = json.loads(line) if line else {"refused": [f"outputs={self.outputs}: its upload could not be started"]}
         if refused := answer.get("refused"):
             self._directory = ""
             self.end()
@@ -110,7 +106,7 @@ class MirrorProcess:
                 if "left" in message:
                     self._last = message
         if not self._last and not self._failed:
-            self._failed = f"outputs={self._outputs}: the process that uploads the run has ended unexpectedly"
+            self._failed = f"outputs={self.outputs}: the process that uploads the run has ended unexpectedly"
 
 
 def report_left(messages: list[str], is_successful: bool) -> None:

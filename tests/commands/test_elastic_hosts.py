@@ -9,7 +9,7 @@ from pathlib import Path
 from subprocess import Popen
 
 import pytest
-from commands import Commands, by_age, newest_step, parent_of, wait_until
+from commands import Commands, newest_step, ranks_of, wait_until
 from custom_files import SLOW, SLOWLY, write_files
 from namespaces import Hosts, why_not
 from worlds import Run, only_run, run
@@ -62,13 +62,6 @@ def log(folder: Path) -> str:
 def wait_for_log(folder: Path, text: str, *processes: Popen[str]) -> None:
     wait_until(lambda: text in log(folder) or any(process.poll() is not None for process in processes), timeout_s=120)
     assert text in log(folder), log(folder) + "".join(p.communicate()[1] for p in processes if p.poll() is not None)
-
-
-def ranks_of(commands: Commands, process: Popen[str]) -> list[int]:
-    """Return the ranks' processes of a command, the youngest last: the children of its fork server."""
-    parents = {pid: parent for pid in commands.living(process) if (parent := parent_of(pid)) is not None}
-    servers = [pid for pid, parent in parents.items() if parent == process.pid and pid in parents.values()]
-    return sorted((pid for pid, parent in parents.items() if parent in servers), key=by_age)
 
 
 def finish(commands: Commands, folder: Path, *processes: Popen[str]) -> Run:

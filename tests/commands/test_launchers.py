@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import Commands, by_age, free_port, newest_step, parent_of, wait_until
+from commands import Commands, free_port, newest_step, ranks_of, wait_until
 from custom_files import SLOW, SLOWLY, write_files
 from worlds import only_run, run
 
@@ -134,7 +134,7 @@ def test_a_killed_rank_is_replaced_and_the_run_continues_in_its_directory(
     write_files(tmp_path, SLOW)
     process = start(commands, way, *long, *SLOWLY, "loader.num_workers=2", "launcher.max_restarts=1")
     wait_until(lambda: newest_step(tmp_path) > 0, process)
-    os.kill(rank_1(commands, process), signal.SIGKILL)
+    os.kill(ranks_of(commands, process)[-1], signal.SIGKILL)
     (tmp_path / "has-acted").touch()
     done = commands.finish(process)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -158,9 +158,9 @@ def test_others_continue_without_a_killed_rank(commands: Commands, tmp_path: Pat
         return "".join(path.read_text() for path in tmp_path.glob("outputs/run/*/log.txt"))
 
     wait_until(lambda: newest_step(tmp_path) > 0, process)
-    os.kill(rank_1(commands, process), signal.SIGKILL)
+    os.kill(ranks_of(commands, process)[-1], signal.SIGKILL)
     wait_until(lambda: "2 ranks continued after step" in log(), process)
-    os.kill(rank_1(commands, process), signal.SIGKILL)
+    os.kill(ranks_of(commands, process)[-1], signal.SIGKILL)
     wait_until(lambda: "1 rank continued after step" in log(), process)
     (tmp_path / "has-acted").touch()
     done = commands.finish(process)
@@ -180,18 +180,11 @@ def test_others_continue_without_a_killed_rank(commands: Commands, tmp_path: Pat
 @pytest.mark.thorough
 def test_a_killed_rank_that_is_not_replaced_is_reported_once(commands: Commands, tmp_path: Path) -> None:
     process = start_and_wait(commands, "agent", tmp_path, "loader.num_workers=2")
-    os.kill(rank_1(commands, process), signal.SIGKILL)
+    os.kill(ranks_of(commands, process)[-1], signal.SIGKILL)
     done = commands.finish(process)
     assert done.returncode == 1
     assert done.stderr.count("rank 1 on") == 1 and "died: SIGKILL" in done.stderr, done.stderr
     wait_until(lambda: commands.living(process) == [])
-
-
-def rank_1(commands: Commands, process: "subprocess.Popen[str]") -> int:
-    """Return the process of rank 1: the younger child of the fork server."""
-    parents = {pid: parent for pid in commands.living(process) if (parent := parent_of(pid)) is not None}
-    (server,) = [pid for pid, parent in parents.items() if parent == process.pid and pid in parents.values()]
-    return max((pid for pid, parent in parents.items() if parent == server), key=by_age)
 
 
 SLURM = (

@@ -597,7 +597,10 @@ def test_refused(words: Sequence[str], message: str, tmp_path: Path) -> None:
         (("parallel=ddp",), "does not work with launcher=env, which ends all ranks if one is lost"),
         (("launcher=spawn", "micro_batches=auto"), "does not work with parallel=auto or micro_batches=auto"),
         (("launcher=spawn", "parallel=auto"), "does not work with parallel=auto or micro_batches=auto"),
-        (("launcher=spawn", "outputs=s3://bucket/runs"), "does not work with outputs=s3://bucket/runs"),
+        (
+            ("launcher=torchrun", "launcher.nodes=2", "launcher.rdzv_endpoint=host:29400", "outputs=s3://bucket/runs"),
+            "and outputs=s3://bucket/runs work together only on one machine",
+        ),
         (("launcher=slurm",), "does not work with launcher=slurm, which ends all ranks if one is lost"),
     ],
 )

@@ -13,7 +13,8 @@ from pathlib import Path
 from subprocess import Popen
 
 import pytest
-from commands import Commands
+from commands import Commands, ranks_of
+from custom_files import SLOW, SLOWLY, write_files
 from object_stores import Bucket, Proxy, wait_until
 from ranks import RankError
 from worlds import Run, run
@@ -36,9 +37,13 @@ def store_of(bucket: Bucket, prefix: str = "runs/run") -> ObjectStore:
     return open_store(bucket.name, prefix, bucket.port)
 
 
+def store_of_run(bucket: Bucket, path: Path) -> ObjectStore:
+    return store_of(bucket, f"runs/run/{path.name}")
+
+
 def objects(bucket: Bucket, path: Path) -> dict[str, int]:
     """Return the sizes of the objects of a run by their paths."""
-    return {each.path: each.size for each in store_of(bucket, f"runs/run/{path.name}").list()}
+    return {each.path: each.size for each in store_of_run(bucket, path).list()}
 
 
 def local_files(path: Path) -> dict[str, int]:
@@ -80,7 +85,7 @@ def start(commands: Commands, overrides: list[str], *others: str) -> Popen[str]:
 
 
 def lock_facts(bucket: Bucket, path: Path) -> dict[str, object]:
-    return json.loads(store_of(bucket, f"runs/run/{path.name}").get(LOCK) or b"{}")
+    return json.loads(store_of_run(bucket, path).get(LOCK) or b"{}")
 
 
 def run_directory(local: Path, bucket: Bucket) -> Path | None:
@@ -93,7 +98,7 @@ def crash(process: Popen[str], local: Path, bucket: Bucket, random_: random.Rand
     wait_until(lambda: process.poll() is not None or run_directory(local, bucket))
     directory = run_directory(local, bucket)
     assert directory is not None
-    store = store_of(bucket, f"runs/run/{directory.name}")
+    store = store_of_run(bucket, directory)
     wait_until(lambda: process.poll() is not None or "manifest" in str(store.list("checkpoints")))
     time.sleep(random_.uniform(0, 0.4))
     pid = lock_facts(bucket, directory).get("pid")
@@ -274,3 +279,43 @@ def test_a_directory_as_a_store(tmp_path: Path) -> None:
         tmp_path, 1, *SMALL, "epochs=3", f"outputs=file://{tmp_path}/store", f"remote.local_dir={tmp_path / 'local'}"
     )
     assert local_files(tmp_path / "store" / "run" / done.path.name) == local_files(done.path)
+
+
+@pytest.mark.leaves_tmp
+@pytest.mark.fault("kill -9 of rank 0, which mirrors the run, or of another rank", outcome="went_on")
+@pytest.mark.parametrize("with_mirror", [True, pytest.param(False, marks=pytest.mark.thorough)])
+def test_ranks_that_continue_mirror_the_run(
+    with_mirror: bool, commands: Commands, bucket: Bucket, tmp_path: Path
+) -> None:
+    """with_mirror: the process that uploads the run is killed as well."""
+    job = (*SMALL, "log_every=1", "max_steps=150", "precision=fp64", "threads=1")
+    whole = run(tmp_path / "whole", 1, *job)
+    write_files(tmp_path, SLOW)
+    elastic = ("elastic_every_steps=1", "launcher=spawn", "launcher.nproc_per_node=2", "launcher.max_restarts=2")
+    words = (*job, *SLOWLY, "parallel=ddp", *elastic, *bucket.overrides(tmp_path / "local"))
+    process = commands.start("-m", "runner", *words)
+    wait_until(lambda: process.poll() is not None or run_directory(tmp_path / "local", bucket))
+    directory = run_directory(tmp_path / "local", bucket)
+    assert directory is not None, commands.finish(process).stderr
+
+    def wait_for_log(text: str, count: int) -> None:
+        wait_until(lambda: process.poll() is not None or (directory / "log.txt").read_text().count(text) == count)
+
+    wait_until(lambda: process.poll() is not None or "manifest" in str(store_of_run(bucket, directory).list()))
+    first = lock_facts(bucket, directory)
+    os.kill(ranks_of(commands, process)[-1], signal.SIGKILL)
+    wait_for_log("2 ranks continued after step", 1)
+    assert lock_facts(bucket, directory)["id"] == first["id"]  # the mirror goes on
+    for name in ("run_pid", *["pid"] * with_mirror):
+        os.kill(int(str(first[name])), signal.SIGKILL)
+    wait_for_log("2 ranks continued after step", 2)
+    (tmp_path / "has-acted").touch()
+    done = commands.finish(process)
+    assert done.returncode == 0, done.stderr
+    one = Run(directory)
+    assert (directory / "log.txt").read_text().count("2 ranks continued after step") == 2
+    local = local_files(directory)  # the kill may have interrupted a write
+    assert objects(bucket, directory) == {name: local[name] for name in local if not name.endswith(".tmp")}
+    assert one.losses == pytest.approx(whole.losses, rel=1e-9)
+    for name, weight in whole.weights.items():
+        assert (one.weights[name] - weight).abs().max() <= 1e-9 * weight.abs().max(), name

@@ -231,6 +231,13 @@ def parent_of(pid: int) -> int | None:
         return None
 
 
+def ranks_of(commands: Commands, process: Popen[str]) -> list[int]:
+    """Return the ranks' processes of a command, the youngest last: the children of its fork server."""
+    parents = {pid: parent for pid in commands.living(process) if (parent := parent_of(pid)) is not None}
+    servers = [pid for pid, parent in parents.items() if parent == process.pid and pid in parents.values()]
+    return sorted((pid for pid, parent in parents.items() if parent in servers), key=by_age)
+
+
 def by_age(pid: int) -> tuple[int, int]:
     """Return a sort key by start time. Process ids alone may wrap around."""
     return int(_stat(pid)[19]), pid
