@@ -2,11 +2,11 @@
 
 import threading
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any, Self
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
 RPC = "rpc"
@@ -52,8 +52,8 @@ class CommunicationCounter(TorchDispatchMode):
         _entered.remove(self)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # it calls this mode again, with the local tensors and its own collectives
+        if has_wrapper(types):
+            return NotImplemented  # it calls this mode again, with its inner tensors and its own collectives
         result = function(*args, **(kwargs or {}))
         if "c10d" in function.namespace and (kind := _kind(function.__name__)):
             schema = [argument.name for argument in function._schema.arguments]
@@ -65,6 +65,11 @@ class CommunicationCounter(TorchDispatchMode):
             group = arguments.get("process_group", arguments.get("group_name"))
             self.add(kind, max(_size(inputs), _size(outputs)), group, arguments.get("dst"))
         return result
+
+
+def has_wrapper(types: Iterable[type]) -> bool:
+    """Return True if one of the classes wraps other tensors and computes with these, as DTensor does."""
+    return any(map(is_traceable_wrapper_subclass_type, types))
 
 
 def count(kind: str, num_bytes: int) -> None:

@@ -25,8 +25,8 @@ def convert_linears(model: nn.Module, device: torch.device) -> list[str]:
     Raises InputError if torchao is missing, the GPU has no such products, or no layer can be converted.
     Source: https://docs.pytorch.org/ao/stable/workflows/training.html
     """
-    on_cpu = device.type == "cpu"
-    if not on_cpu and torch.cuda.get_device_capability(device) < CAPABILITY:
+    emulates = is_emulated(device)
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
         name = torch.cuda.get_device_name(device)
         raise InputError(
             f"precision=float8 needs a GPU with float8, such as an H100 or L4, not {name}; try precision=bf16"
@@ -46,7 +46,7 @@ def convert_linears(model: nn.Module, device: torch.device) -> list[str]:
         raise InputError(
             f"precision=float8: the model has no nn.Linear whose sizes are multiples of {MULTIPLE}; try precision=bf16"
         )
-    config = dataclasses.replace(Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp"), emulate=on_cpu)
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp"), emulate=emulates)
     for module in map(linears.__getitem__, converted):
         # Changes the class, because a new module would lack the hooks, and other parts know the module by its identity.
         new = convert_to_float8_training(copy.copy(module), config=config)
@@ -56,9 +56,14 @@ def convert_linears(model: nn.Module, device: torch.device) -> list[str]:
     others = [name for name in linears if name not in converted]
     return [
         f"float8   {counted(converted, 3)}; the numbers differ from those of bf16"
-        + (", and are emulated on this CPU" if on_cpu else "")
+        + (", and are emulated on this CPU" if emulates else "")
         + (f"; in bf16: {counted(others, 3)}" if others else "")
     ]
+
+
+def is_emulated(device: torch.device) -> bool:
+    """Return True if the device has no products in float8. A plan for a GPU replaces this function."""
+    return device.type == "cpu"
 
 
 def _is_suitable(module: nn.Linear) -> bool:

@@ -28,6 +28,7 @@ REACHED = 0.75  # the fraction of a data sheet's rates that operators reach, mea
 UNKNOWN_GPU = "a100"
 LINKS = ("link", "group_link", "network")
 PRECISIONS = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+PRECISIONS |= {torch.float8_e4m3fn: "float8", torch.float8_e5m2: "float8"}
 
 
 class Link(NamedTuple):
@@ -116,6 +117,8 @@ def peak_rate(flops: Mapping[str, float], precision: str, function: Any, tf32: b
     """
     if precision == "fp32" and (tf32 is True or (tf32 and "convolution" in function.__name__)):
         precision = "tf32"
+    if precision == "float8" and precision not in flops:
+        precision = "bf16"
     return flops.get(precision, flops["fp32"])
 
 

@@ -22,6 +22,7 @@ from runner.distributed.environment import IMAGINED, RankInfo
 from runner.distributed.local import exchange
 from runner.distributed.traffic import count
 from runner.distributed.world import World
+from runner.optimization import float8
 from runner.parallel import ddp, parameter_server
 from runner.planning import imagined_server
 from runner.planning.imagined_buckets import ImaginedBuckets
@@ -52,8 +53,9 @@ def imagined_world(rank: int, world_size: int, backend: Backend, on_gpu: bool) -
         (parameter_server, "request", imagined_server.request),
         (parameter_server.ParameterServer, "prepare", imagined_server.prepare),
     ]
-    if on_gpu:  # bfloat16 attention runs in bfloat16, as on a GPU
+    if on_gpu:  # bfloat16 attention runs in bfloat16, and float8 is not emulated
         replacements.append((torch.cpu, "_is_amx_tile_supported", lambda: True))
+        replacements.append((float8, "is_emulated", lambda device: False))
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replacements]
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     exchange.use(_Exchanges())  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from runner.distributed.traffic import has_wrapper
 from runner.planning.timeline import DEVICE_QUERY
 
 GIB = 2**30
@@ -61,8 +62,8 @@ class MemoryTracker(TorchDispatchMode):
         super().__exit__(*details)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # it calls this mode again, with the local tensors
+        if has_wrapper(types):
+            return NotImplemented  # it calls this mode again, with its inner tensors
         if function is DEVICE_QUERY:
             return args[0].fake_device
         result = function(*args, **(kwargs or {}))

@@ -283,6 +283,20 @@ def test_convolutions_on_gpus_use_tf32() -> None:
     assert times[0] < times[1]
 
 
+def test_products_in_float8_are_planned_at_their_rate() -> None:
+    words = ("model=mlp", "model.hidden=[8192,8192]", "data.sample_shape=[1,8,8]", "batch_size=1024")
+    events = plan_rank(*composed_with(*words, "precision=float8"), 0, 1, on_gpu=True).events
+    device, times = load_device("h100", [CONF]), list[list[float]]()
+    for flops in (device.flops, {"fp32": 1e12, "bf16": 989e12}):
+        costs, times = Costs(replace(device, flops=flops), 1), [*times, []]
+        for operator in (each for counts in events if isinstance(counts, Counter) for each in counts.elements()):
+            if operator.function is torch.ops.aten._scaled_mm.default:
+                times[-1].append(costs.operator(operator))
+    large = sorted(times[0])[-2:]  # of the second layer: its outputs, and the gradients of its inputs
+    assert large == pytest.approx(2 * [2 * 1024 * 8192**2 / (0.75 * 1979e12)]) and len(times[0]) == 4
+    assert max(times[1]) == pytest.approx(large[0] * 1979 / 989)
+
+
 def test_operators_are_measured_once_per_shape_with_numbers_that_are_drawn_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
