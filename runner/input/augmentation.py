@@ -1,6 +1,6 @@
 """Random transforms of training samples, which depend only on seed, epoch and index."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -10,8 +10,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from runner.config.instantiate import make_group
 from runner.errors import InputError, failed_with
+from runner.input.batch_transforms import supports, transform_images
 from runner.input.pytree import map_tensors, register_types, tensors
-from runner.input.rng import TRANSFORMS, seeded
+from runner.input.rng import TRANSFORMS, derive_seed, seeded
 from runner.input.source import Source
 
 MIXING = ("MixUp", "CutMix")  # transforms of torchvision that need a batch and its targets
@@ -34,6 +35,25 @@ class Augmentation:
             for transform in self.transforms.values():
                 sample = _apply(transform, sample, self.masks)
         return sample
+
+    def of_batch(self, batch: Any, epoch: int, indices: Sequence[int]) -> Any:
+        """Return the batch of the transformed samples. Every transform must be one that `batch_transforms` supports."""
+        seeds = (derive_seed(self.seed, epoch, index, TRANSFORMS) for index in indices)
+        images, *targets = batch if _is_pair(batch) else [batch]
+        images = transform_images([*self.transforms.values()], torch.as_tensor(images), seeds)
+        return [images, torch.as_tensor(targets[0])] if targets else images
+
+    def supports_batches(self, sample: Any) -> bool:
+        """Return True if `of_batch` transforms batches of such samples: images, or pairs of an image and a tensor."""
+        image, *targets = sample if _is_pair(sample) else [sample]
+        arrays = (torch.Tensor, np.ndarray, np.generic, int, float)
+        return (
+            not self.masks
+            and type(image) in (torch.Tensor, np.ndarray)
+            and image.ndim == 3
+            and all(isinstance(target, arrays) for target in targets)
+            and all(map(supports, self.transforms.values()))
+        )
 
 
 def _apply(transform: Callable[..., Any], sample: Any, masks: bool) -> Any:
@@ -90,7 +110,8 @@ def augment(
         )
     if device is not None and device.type != "cpu":
         _check_on(device, augmentation, sample)
-    return replace(source, transform=augmentation)
+    batch = augmentation.of_batch if augmentation.supports_batches(sample) else None
+    return replace(source, transform=augmentation, transform_batch=batch)
 
 
 def _check_on(device: torch.device, augmentation: Augmentation, sample: Any) -> None:

@@ -27,6 +27,8 @@ class Source(Dataset[Any]):
     rows: torch.Tensor | None = None  # (N,) int64, the samples of the dataset that belong to this split; None: all
     cache: SampleCache | DeviceSamples | None = None
     transform: Callable[[Any, int, int], Any] | None = None  # called with a sample, its epoch and its index
+    # Transforms a batch of samples in memory, with their epoch and indices; None: `transform` is called for each.
+    transform_batch: Callable[[Any, int, Sequence[int]], Any] | None = None
     returns_lists: bool = False  # `__getitems__` returns a list of samples, as torch's Subset does, not a batch
     _sample_draws: DrawDetector = field(default_factory=DrawDetector, init=False, repr=False)
     _row_shapes: Shapes | None = field(default=None, init=False, repr=False)  # of a batch of one sample, once read
@@ -166,6 +168,10 @@ class Source(Dataset[Any]):
                     hashed = batch if on_host is None else on_host
                     checksums[:] = row_checksums(hashed, len(indices), self._row_shapes or row_shapes(batch))
                 return batch
+            if checksums is None and self._transforms_batches(dataset):
+                assert self.transform_batch is not None
+                batch = self._read_rows(indices) if self.cache is None else self.cache.batch(indices)
+                return self.transform_batch(batch, epoch, indices)
             samples = []
             kept = self.cache.batch(indices) if isinstance(self.cache, DeviceSamples) else None
             for number, index in enumerate(indices):
@@ -213,6 +219,11 @@ class Source(Dataset[Any]):
             return False
         is_collated = self.returns_lists and hasattr(dataset, "collate")
         return self.cache is not None or (hasattr(dataset, "__getitems__") and not is_collated)
+
+    def _transforms_batches(self, dataset: Any) -> bool:
+        """Return True if the samples are in memory, and their batches can be transformed at once."""
+        is_in_memory = self.cache is not None or (self._has_batches and not hasattr(dataset, "collate"))
+        return is_in_memory and self.transform_batch is not None and not self._sample_draws.has_drawn
 
     def _batch(self, dataset: Any, indices: Sequence[int]) -> Any:
         """Return a batch of a dataset with `__getitems__`, or of cached samples."""
