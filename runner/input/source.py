@@ -168,7 +168,7 @@ class Source(Dataset[Any]):
                     hashed = batch if on_host is None else on_host
                     checksums[:] = row_checksums(hashed, len(indices), self._row_shapes or row_shapes(batch))
                 return batch
-            if checksums is None and self._transforms_batches(dataset):
+            if checksums is None and self._transforms_batches:
                 assert self.transform_batch is not None
                 batch = self._read_rows(indices) if self.cache is None else self.cache.batch(indices)
                 return self.transform_batch(batch, epoch, indices)
@@ -220,10 +220,12 @@ class Source(Dataset[Any]):
         is_collated = self.returns_lists and hasattr(dataset, "collate")
         return self.cache is not None or (hasattr(dataset, "__getitems__") and not is_collated)
 
-    def _transforms_batches(self, dataset: Any) -> bool:
-        """Return True if the samples are in memory, and their batches can be transformed at once."""
-        is_in_memory = self.cache is not None or (self._has_batches and not hasattr(dataset, "collate"))
-        return is_in_memory and self.transform_batch is not None and not self._sample_draws.has_drawn
+    @property
+    def _transforms_batches(self) -> bool:
+        """True if the samples are in memory, and their batches can be transformed at once."""
+        is_plain = self._has_batches and not hasattr(self.dataset, "collate") and not hasattr(self.dataset, "in_epoch")
+        can_read = self.cache is not None or is_plain
+        return can_read and self.transform_batch is not None and not self._sample_draws.has_drawn
 
     def _batch(self, dataset: Any, indices: Sequence[int]) -> Any:
         """Return a batch of a dataset with `__getitems__`, or of cached samples."""

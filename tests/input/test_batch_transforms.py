@@ -67,3 +67,24 @@ def test_other_transforms_are_called_for_each_sample() -> None:
     jitter = {"_target_": "torchvision.transforms.v2.ColorJitter", "brightness": 0.2}
     source = augment(Source.of(InMemory(torch.float32)), {"flip": FLIP, "jitter": jitter}, 5)
     assert source.transform_batch is None and source.transform is not None
+
+
+class Changing(InMemory):
+    """Images that change from epoch to epoch."""
+
+    def in_epoch(self, epoch: int) -> InMemory:
+        dataset = InMemory(torch.float32)
+        dataset.images += epoch
+        return dataset
+
+
+class Collating(InMemory):
+    def collate(self, samples: list[Any]) -> torch.Tensor:
+        return torch.stack([image for image, _ in samples]).double()
+
+
+@pytest.mark.parametrize("dataset", [Changing, Collating])
+def test_datasets_that_change_or_collate_are_read_as_before(dataset: type[InMemory]) -> None:
+    source = augment(Source.of(dataset(torch.float32)), {"flip": FLIP}, 5)
+    found, expected = (each.read([3, 1], 2) for each in (source, replace(source, transform_batch=None)))
+    assert all(map(torch.equal, tensors(found), tensors(expected)))
