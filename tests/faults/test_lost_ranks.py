@@ -1,10 +1,8 @@
 """Ranks that are lost, stopped or join while the others continue: the run equals one that nothing has disturbed."""
 
-import functools
 import itertools
 import multiprocessing
 import os
-import random
 import signal
 import socket
 import time
@@ -422,35 +420,6 @@ def test_a_rank_of_another_machine_is_lost_while_the_group_forms(
     with before_each_step(kills(2, 10)):
         ranks = Ranks(tmp_path / "out", 3, *ELASTIC, *STATEFUL, "parallel=ddp", "backend.timeout_s=3").start()
         assert_equal(ranks.finish(killed=[1, 2]), whole)
-
-
-@pytest.mark.soak
-@pytest.mark.fault("kill -9 of random ranks at random moments, which are replaced", outcome="went_on")
-@pytest.mark.parametrize("seed", range(50))
-def test_random_kills(seed: int, whole: Run, tmp_path: Path) -> None:
-    draw = random.Random(seed)
-    num_ranks = draw.choice((2, 3, 4))
-    mode = draw.choice(("ddp", "allreduce", "zero"))
-    with before_each_step(lambda trainer, batch: time.sleep(0.02)):
-        ranks = Ranks(tmp_path / "out", num_ranks, *ELASTIC, *STATEFUL, f"parallel={mode}").start()
-        killed: list[int] = []
-        try:
-            wait_until(lambda: bool(ranks.lines()), timeout_s=WAIT_S)
-            log = next(ranks.folder.glob("run/*/log.txt"))
-            for number in range(2):
-                if num_ranks == 2:  # one of them must be left, and have a copy
-                    has_two = functools.partial(lambda least: log.read_text().count("2 ranks con") >= least, number)
-                    wait_until(has_two, timeout_s=WAIT_S)
-                time.sleep(draw.uniform(0, 1))
-                running = [n for n, process in enumerate(ranks.processes) if process.exitcode is None]
-                if len(running) > 1 and not any(line["step"] > NUM_STEPS - 5 for line in ranks.lines()):
-                    killed.append(draw.choice(running))
-                    ranks.kill(killed[-1])
-                    ranks.start_another()
-        except BaseException:
-            ranks.close()
-            raise
-        assert_equal(ranks.finish(killed), whole)
 
 
 def test_an_error_of_a_rank_is_no_loss(tmp_path: Path) -> None:
