@@ -5,7 +5,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ class Copy:
 
     step: int
     content: Any
+    at: float = field(default_factory=time.monotonic)  # when this process was in this state
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class Membership:
         self.confirmed: int | None = None
         self.reason, self.left_at = "", 0.0  # why this world was formed, and when the one before it was left
         self.start_step: int | None = None  # of the copy from which this world continues; None: it has none
+        self.copied_at: float | None = None  # when this process made that copy; None: it has none
 
     def begin(self, processes: Sequence[RankProcess]) -> None:
         """Start the first world, which consists of these processes, by rank."""
@@ -100,7 +102,7 @@ class Membership:
 
     def drop_copies(self) -> None:
         """Continue from the newest checkpoint, because the ranks that are left do not have the whole state."""
-        self.copies, self.start_step, self.confirmed = [], None, None
+        self.copies, self.start_step, self.confirmed, self.copied_at = [], None, None, None
 
     def describe(self) -> str:
         """Return a line about why this world was formed, and from which step it continues."""
@@ -258,6 +260,7 @@ class Membership:
         self.number, self._num_candidates, self._is_awaited = number, facts["candidates"], False
         self.start_step, self.reason = facts["step"], facts["reason"]
         self.copies = [copy for copy in self.copies if copy.step == self.start_step]
+        self.copied_at = self.copies[0].at if self.copies else None
         self.confirmed = self.start_step
         return replace(
             rank_info,

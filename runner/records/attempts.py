@@ -40,7 +40,7 @@ class Attempt:
     user: str = field(default_factory=user_name)
     pid: int = field(default_factory=os.getpid)  # of rank 0, which writes
     started: str = field(default_factory=utc_now)
-    ended: str | None = None  # for a killed attempt, the last time at which its lock file was touched
+    ended: str | None = None  # for a killed attempt, when it last touched its lock file or logged
     state: str = "running"  # preempted, failed or one of DONE, as in result.json, or killed
     hosts: list[str] = field(default_factory=lambda: [socket.gethostname()])  # in the order of their ranks
     world_size: int = 1
@@ -51,6 +51,7 @@ class Attempt:
     code: str | None = None  # the hash of the custom modules: see runner.records.custom_code
     error: str | None = None  # the last line of the error
     reason: str | None = None  # which ranks were lost or joined, if the attempt continues from a copy in memory
+    continues: bool = False  # the same command started it after the attempt before: the time between both counts
 
 
 def read_attempts(directory: Path) -> Iterator[Attempt]:
@@ -78,13 +79,20 @@ def append_attempt(directory: Path, attempt: Attempt) -> None:
     append_json_lines(directory / ATTEMPTS, asdict(attempt))
 
 
-def seconds_of(directory: Path) -> float:
-    """Return the seconds of all attempts that have ended, without the time between them."""
-    total = 0.0
-    for attempt in read_attempts(directory):
+def seconds_of(directory: Path, current: Attempt | None = None) -> float:
+    """Return the seconds of all attempts that have ended, and those before each attempt that continues another one.
+
+    The time until a new command resumes the run does not count. current: an attempt that has not ended, of which only
+    the seconds before it count.
+    """
+    total, before = 0.0, None
+    for attempt in (*read_attempts(directory), *([current] if current is not None else [])):
         with suppress(TypeError, ValueError):  # a damaged time
+            started = datetime.fromisoformat(attempt.started)
             ended = datetime.fromisoformat(attempt.ended or attempt.started)
-            total += max((ended - datetime.fromisoformat(attempt.started)).total_seconds(), 0.0)
+            since = before if attempt.continues and before is not None else started
+            total += max((ended - since).total_seconds(), 0.0)
+            before = ended
     return total
 
 

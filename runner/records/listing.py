@@ -18,6 +18,7 @@ from runner.errors import InputError, did_you_mean
 from runner.records.attempts import error_line, read_attempts
 from runner.records.compared_runs import UNREADABLE, current_run
 from runner.records.finding import CELLS, check_is_record, find_records, newest_record
+from runner.records.interruptions import describe_interruptions
 from runner.records.labels import Labels, read_labels
 from runner.records.ledger import is_sweep, read_ledger
 from runner.records.run_directory import CHECKPOINTS
@@ -138,6 +139,8 @@ COLUMNS = (
     ),
     Column("size_bytes", in_json=lambda entry: entry.size),
     Column("attempts", in_show=lambda entry: ", ".join(attempt.state for attempt in read_attempts(entry.path))),
+    Column("interruptions", in_show=lambda entry: describe_interruptions(entry.path)),
+    _recorded("goodput"),
     Column("checkpoints", in_show=lambda entry: ", ".join(_checkpoints(entry.path))),
     Column(
         "tags",

@@ -21,6 +21,7 @@ from runner.records import provenance
 from runner.records.attempts import REGROUPED, Attempt, append_attempt, error_line, seconds_of, utc_now
 from runner.records.code_copy import original_path, running_copy, time_of
 from runner.records.custom_code import CustomCode, imported_code
+from runner.records.interruptions import record_interruption
 from runner.records.monitor import LOSS
 from runner.records.run_files import (
     METRICS,
@@ -89,6 +90,8 @@ class RunDirectory:
         self.is_shared = True  # all ranks see the same files
         self.complete: Callable[[Path], None] = _is_complete  # download the files of a checkpoint from other machines
         self.stops_as: str | None = None  # the state in which a callback ended the run before its last step
+        self.regrouped_because = ""  # why this world of ranks continues from another one
+        self.copied_at: float | None = None  # by time.monotonic(), if it continues from a copy in memory
         self._lock: RunLock | None = None
         self._start = time.monotonic()
         self._code: CustomCode | None = None
@@ -110,17 +113,28 @@ class RunDirectory:
 
     @functools.cached_property
     def _earlier_s(self) -> float:
-        """The seconds of the earlier attempts."""
-        return seconds_of(self.path)
+        """The seconds of the run before this attempt."""
+        return seconds_of(self.path, self.attempt)
 
     def elapsed_s(self) -> float:
         """Return the seconds of all attempts, this one included."""
         return self._earlier_s + time.monotonic() - self._start
 
+    def continue_after(self, step: int, kept_s: float) -> None:
+        """Record the interruption, if there was one, when training continues after `step`.
+
+        kept_s: the value of `elapsed_s` after that step, as far as it is known from metrics.jsonl.
+        """
+        if self.writes:
+            elapsed_s = self.elapsed_s()
+            if self.copied_at is not None:
+                kept_s = elapsed_s - (time.monotonic() - self.copied_at)
+            record_interruption(self.path, self.attempt.number, step, elapsed_s, kept_s, self.regrouped_because)
+
     def lock(self, previous: int | None = None, **fields: Any) -> None:
         """Lock the directory for this world. Arguments and errors are those of `lock_directory`."""
-        self._lock = lock_directory(self.path, previous, **fields)
-        self.attempt = self._lock.attempt
+        self._lock = lock_directory(self.path, previous, continues=previous is not None, **fields)
+        self.attempt, self._start = self._lock.attempt, time.monotonic()
 
     def describe_lock(self) -> list[str]:
         """Return the name and the content of the lock file, on the rank that has locked the directory."""

@@ -21,7 +21,7 @@ from typing import Any
 from runner.errors import InputError, print_messages
 from runner.process.identity import machine_id, process_start
 from runner.records.attempts import KILLED, Attempt, append_attempt, parse_attempt, read_attempts
-from runner.records.run_files import read_mapping, without_links
+from runner.records.run_files import METRICS, read_mapping, without_links
 
 HEARTBEAT_S = 5.0
 CHECK_S = 1.0  # between checks before a file is written; a rank without which others continue was silent for longer
@@ -117,7 +117,7 @@ def lock_directory(directory: Path, previous: int | None = None, **fields: Any) 
 
 def _record_killed(directory: Path, path: Path) -> None:
     """Append the attempt of a dead owner to attempts.jsonl, and remove its lock file."""
-    attempt, last_touched = parse_attempt(_read(path)), _mtime(path)
+    attempt, last_touched = parse_attempt(_read(path)), max(_mtime(path), _mtime(directory / METRICS))
     if attempt is not None and all(other.number != attempt.number for other in read_attempts(directory)):
         attempt.state, attempt.ended = (
             KILLED,

@@ -164,6 +164,7 @@ def _first_state(
     """Load what the run continues from: a copy in memory, its newest checkpoint or nothing. Return its position."""
     copied = restore_copy(directory.checkpoints, parallel_model, callbacks, world)
     if world.membership is not None and world.membership.number:
+        directory.regrouped_because, directory.copied_at = world.membership.reason, world.membership.copied_at
         directory.attempt.reason = world.membership.describe()
         log.warning("%s", directory.attempt.reason)
     if copied is not None:

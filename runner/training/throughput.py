@@ -12,7 +12,7 @@ from runner.input.batch import StepBatch
 from runner.training.mode import Axes
 
 WARMUP_STEPS = 20
-PRODUCTIVE = "perf/productive_s"
+GOODPUT, PRODUCTIVE = "perf/goodput", "perf/productive_s"
 # Of this thread, in nanoseconds: time on a CPU, time runnable but waiting for one, and number of time slices.
 _SCHEDSTAT = "/proc/thread-self/schedstat"
 
@@ -72,7 +72,7 @@ class ThroughputMeter:
 
     @property
     def goodput(self) -> float | None:
-        """Productive seconds over all seconds of the run's attempts, 0 to 1; None if they are not measured."""
+        """Productive seconds over all seconds of the run, 0 to 1; None if they are not measured."""
         return None if self._elapsed_s is None else self.productive_s / max(self._elapsed_s(), 1e-9)
 
     def measured(self) -> dict[str, float]:
@@ -83,7 +83,7 @@ class ThroughputMeter:
         if self.mfu is not None:
             metrics["perf/mfu"] = self.mfu
         if self.goodput is not None:
-            metrics |= {"perf/goodput": self.goodput, PRODUCTIVE: self.productive_s}
+            metrics |= {GOODPUT: self.goodput, PRODUCTIVE: self.productive_s}
         return metrics
 
 

@@ -78,6 +78,7 @@ class Trainer:
             try:
                 self._start_vote()()  # a signal before the first step
                 self.callbacks.on_start(run)
+                self.meter.pause()
                 evaluated = self._train()
                 metrics = {**self.state.logged, **evaluated}  # `logged` also exists after a resume at the end
                 outcome = self.stops_as or "finished"

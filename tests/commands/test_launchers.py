@@ -18,6 +18,7 @@ from worlds import only_run, run
 from runner.checkpoints.layout import list_checkpoints
 from runner.process import socket_paths
 from runner.records.attempts import read_attempts
+from runner.records.interruptions import read_interruptions
 
 TINY = ("model=mlp", "parallel=ddp", "threads=1", "logger=none")
 LONG = (*TINY, *SLOWLY, "epochs=100000", "log_every=100")
@@ -141,6 +142,8 @@ def test_a_killed_rank_is_replaced_and_the_run_continues_in_its_directory(
     one = only_run(tmp_path)
     assert done.stdout.count("resuming after step") == 1
     assert one.result["weights_sha256"] == whole.result["weights_sha256"]
+    assert [attempt.continues for attempt in read_attempts(one.path)] == [False, True]
+    assert len([*read_interruptions(one.path)]) == 1
 
 
 @pytest.mark.fault(
@@ -174,6 +177,7 @@ def test_others_continue_without_a_killed_rank(commands: Commands, tmp_path: Pat
     assert [attempt.state for attempt in attempts][-1] == "finished"
     assert {attempt.state for attempt in attempts[:-1]} == {"regrouped"}
     assert "lost rank 1 on" in (attempts[-1].reason or "")
+    assert sum("lost rank 1 on" in found.cause for found in read_interruptions(one.path)) == 2
 
 
 @pytest.mark.fault("kill -9 of a rank that is not restarted", outcome="refused")

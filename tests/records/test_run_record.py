@@ -10,6 +10,7 @@ from many_runs import make_run
 from pages import Page
 
 from runner.records.attempts import Attempt
+from runner.records.interruptions import Interruption
 from runner.records.listing import as_facts, as_json, read_entry
 from runner.records.run_record import RESULT_KEYS, RunRecord, find_run, read_run
 
@@ -23,7 +24,11 @@ def documented(section: str) -> set[str]:
 
 @pytest.mark.parametrize(
     ("section", "names"),
-    [("Fields of result.json", RESULT_KEYS), ("Attempts", tuple(field.name for field in fields(Attempt)))],
+    [
+        ("Fields of result.json", RESULT_KEYS),
+        ("Attempts", tuple(field.name for field in fields(Attempt))),
+        ("Interruptions", tuple(field.name for field in fields(Interruption))),
+    ],
 )
 def test_every_field_has_a_row_in_the_reference(section: str, names: tuple[str, ...]) -> None:
     assert documented(section) == {*names}

@@ -38,10 +38,18 @@ def test_repeated_steps_and_earlier_attempts_lower_the_goodput(tmp_path: Path, m
     recorded = [*read_attempts(first.path)]
     assert all("." in f"{each.started}{each.ended}".partition("T")[2] for each in recorded)  # milliseconds
     assert seconds_of(first.path) > before
-    monkeypatch.setattr(run_directory, "seconds_of", lambda directory: 1000.0)
+    monkeypatch.setattr(run_directory, "seconds_of", lambda *_: 1000.0)
     resumed = run(tmp_path, 1, f"resume={first.path}", "max_steps=6")
     after = productive_s(resumed)
     assert after > before and resumed.result["goodput"] == pytest.approx(after / 1000, abs=1e-3)
+
+
+def test_the_seconds_of_a_forked_run_are_its_own(tmp_path: Path) -> None:
+    parent = run(tmp_path, 1, *TINY, "max_steps=4", "checkpoint.every_steps=2")
+    metrics = parent.path / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"perf/productive_s": 0', '"perf/productive_s": 1000'))
+    fork = run(tmp_path, 1, *TINY, f"fork={parent.path}", "max_steps=6")
+    assert fork.result["goodput"] < 1
 
 
 @pytest.mark.cpu("a CPU has no MFU")

@@ -3,11 +3,13 @@
 import dataclasses
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
-from runner.errors import printable
+from runner.errors import InputError, printable
 from runner.records.attempts import error_line
 from runner.records.compared_runs import finished_runs, varied_keys
+from runner.records.interruptions import read_interruptions
 from runner.records.monitor import LOSS, evaluation_metrics
 from runner.records.report.statistics import Mean, ReportRow, Summary, summarize
 from runner.records.run_record import RunRecord
@@ -58,6 +60,16 @@ def failures(report: Summary) -> Cells:
     """Return a table of the unfinished jobs, each with the line that names its error."""
     cells = [["job", "state", "why"]]
     return cells + [[job.label, job.state, error_line(job.error or "") or ""] for job in report.unfinished]
+
+
+def interruptions(report: Summary) -> Cells:
+    """Return a table of what interrupted the jobs, and of the seconds that it cost."""
+    cells = [["job", "step", "interruption", "seconds lost"]]
+    for job in report.jobs:
+        with suppress(InputError):  # an unreadable file
+            found = read_interruptions(job.directory)
+            cells += [[job.label, str(each.step), each.cause, f"{each.lost_s:.2f}"] for each in found]
+    return cells
 
 
 def best(report: Summary) -> list[str]:
@@ -111,6 +123,8 @@ def as_text(report: Summary) -> str:
         parts.append(text_table(effects(report)))
     if report.unfinished:
         parts.append(text_table(failures(report)))
+    if len(interrupted := interruptions(report)) > 1:
+        parts.append(text_table(interrupted))
     return "\n\n".join(parts)
 
 
@@ -128,6 +142,8 @@ def as_markdown(report: Summary, title: str, plots: Sequence[str]) -> str:
         parts += ["## Effect of each key", markdown_table(effects(report))]
     if report.unfinished:
         parts += ["## Unfinished jobs", markdown_table(failures(report))]
+    if len(interrupted := interruptions(report)) > 1:
+        parts += ["## Interruptions", markdown_table(interrupted)]
     parts += [f"![{name.removesuffix('.png').replace('_', ' ')}]({name})" for name in plots]
     return printable("\n\n".join(parts)) + "\n"
 

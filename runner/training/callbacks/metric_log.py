@@ -10,7 +10,7 @@ from runner.records.run_directory import RunDirectory
 from runner.records.run_files import TRAIN_CHECKSUMS, VAL_CHECKSUMS, read_metrics
 from runner.records.settings import CONFIG
 from runner.training.callbacks.contract import Callback, Outcome, Progress, RunInfo
-from runner.training.throughput import PRODUCTIVE, ThroughputMeter
+from runner.training.throughput import GOODPUT, PRODUCTIVE, ThroughputMeter
 
 
 class MetricLog(Callback):
@@ -32,8 +32,12 @@ class MetricLog(Callback):
             self._logger.open(str(path), run.first_step, replace(read_trial(path), metrics=self._metrics))
             self._is_open = True
             # Lines of steps that are repeated have been removed. Checkpoints of equal runs are equal, without times.
-            for line in read_metrics(path):
+            kept_s = 0.0
+            # The lines of a new run are those of the run that it was forked from.
+            for line in read_metrics(path) if self._directory.attempt.number > 1 else ():
                 self._meter.productive_s = float(line.get(PRODUCTIVE, self._meter.productive_s))
+                kept_s = self._meter.productive_s / line[GOODPUT] if line.get(GOODPUT) else kept_s
+            self._directory.continue_after(run.first_step, kept_s)
             if run.first_step == 0:
                 text = (path / CONFIG).read_text()
                 self._logger.text("configuration", "\n".join("    " + line for line in text.splitlines()))
