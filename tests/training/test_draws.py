@@ -329,7 +329,7 @@ def test_the_header_names_the_line_of_such_a_draw() -> None:
 
 def test_statistics() -> None:
     """Numbers of neighbors along each dim and of transposed elements are independent, within 5 standard deviations."""
-    keys = sample_keys(range(64), CPU)
+    keys = sample_keys(torch.arange(64))
     rows = Rows(keys, torch.Size([8, 64, 8, 64]), 1)
     words = rows.words(64)
     bits = words[..., None] >> torch.arange(64) & 1
@@ -367,7 +367,9 @@ def test_the_sharded_dim(
     name = function.__name__
     draws = Draws(follows=True, sample_dims={(name, len(drawn)): 0}, shard=(1, 2))
     draws.of_samples.update({(name, shape): {"model.py:1"} for shape in shapes})
-    rows = Following(draws, range(2)).rows(function, (2 * drawn[0], *drawn[1:]), {}, None, in_order=False)
+    rows = Following(draws, MicroBatch(None, [0, 1])).rows(
+        function, (2 * drawn[0], *drawn[1:]), {}, None, in_order=False
+    )
     assert rows is not None
     assert rows.start == (() if split is None else tuple(n if d == split else 0 for d, n in enumerate(drawn)))
 
@@ -377,7 +379,7 @@ def test_the_sharded_dim(
 def test_a_part_of_a_tensor(size: int, dim: int, width: int) -> None:
     shape = [5, 6, 7]
     shape[dim] = 4 * width
-    rows = Rows(sample_keys(range(4), CPU), torch.Size(shape), dim)
+    rows = Rows(sample_keys(torch.arange(4)), torch.Size(shape), dim)
     whole = rows.words(size)
     for split in {0, 1, 2} - {dim}:
         for first, count in ((1, 2), (2, 3)):
@@ -388,7 +390,7 @@ def test_a_part_of_a_tensor(size: int, dim: int, width: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_distributions(dtype: torch.dtype) -> None:
-    rows = Rows(sample_keys(range(1000), CPU), torch.Size([1000, 501]), 0)
+    rows = Rows(sample_keys(torch.arange(1000)), torch.Size([1000, 501]), 0)
     count = 1000 * 501
     drawn, normal = rows.uniform(dtype), rows.normal(dtype).double()
     assert drawn.dtype == dtype and drawn.min() >= 0 and drawn.max() < 1

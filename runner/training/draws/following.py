@@ -38,6 +38,8 @@ class Draws:
         for_gradients: True if hooks of gradients draw.
         shard: The index of this rank's part and the number of parts, while a forward computes sharded features.
         positions: The positions of each sample, (N, T, ...), that this rank computes; None if it computes all of them.
+        calls: For each micro-batch, the stage in which each call of a random function draws; None if not recorded.
+        given: The results of `numbers` on the device while a step is captured in a CUDA graph; otherwise None.
     """
 
     device: torch.device = field(default_factory=functools.partial(torch.device, "cpu"))
@@ -52,6 +54,8 @@ class Draws:
     shard: tuple[int, int] | None = None
     positions: range | None = None
     key: int = 0
+    calls: list[list[int]] | None = None
+    given: Iterator[Tensor] | None = None
     _part: int = 0
     _stage: int = 0
     _computed_stage: int = 0
@@ -84,15 +88,46 @@ class Draws:
             self.key = self.key if key is None else key
             self._part, self._computed_stage, self._is_following = part, stage, True
             self._seed(0)
+            if self.calls is not None:
+                self.calls.append([])
             try:
-                with Following(self, micro_batch.indices or [0] * micro_batch.rows):
+                with Following(self, micro_batch):
                     yield
             finally:
                 self._is_following = False
 
     def _seed(self, stage: int) -> None:
         self._stage = stage
-        seed_all(derive_seed(self.key, self._part, stage), self.device)
+        if self.given is None:
+            seed_all(derive_seed(self.key, self._part, stage), self.device)
+
+    def numbers(self, micro_batch: MicroBatch, calls: Sequence[int]) -> list[Tensor]:
+        """Seed and draw on the CPU as the forward of a micro-batch does in these calls, given by their stages.
+
+        Return the indices of the samples, (n,), and two numbers of each call, (2,), in int64; nothing without calls.
+        """
+        self._seed(0)
+        found = [_indices(micro_batch)] if calls else []
+        for stage in calls:
+            if stage != self._stage:
+                self._seed(stage)
+            found.append(_call_numbers())
+        return found
+
+    def indices_on_device(self, micro_batch: MicroBatch) -> Tensor:
+        """Return the indices of the samples, (n,)."""
+        return self._to_device(_indices(micro_batch)) if self.given is None else next(self.given)
+
+    def call_on_device(self) -> Tensor:
+        """Return two random numbers for the next call of a random function, (2,)."""
+        if self.given is not None:
+            return next(self.given)
+        if self.calls is not None:
+            self.calls[-1].append(self._stage)
+        return self._to_device(_call_numbers())
+
+    def _to_device(self, numbers: Tensor) -> Tensor:
+        return numbers.to(self.device, non_blocking=True)
 
     def seed_stages(self, model: nn.Module, stages: Sequence[nn.Module]) -> bool:
         """Seed the generators again before each stage, so that a pipeline's ranks draw what one process draws.
@@ -143,18 +178,19 @@ class Following(DrawMode):
     so a recomputation draws the same numbers.
     """
 
-    def __init__(self, draws: Draws, indices: Sequence[int]):
+    def __init__(self, draws: Draws, micro_batch: MicroBatch):
         super().__init__()
-        self._draws, self._indices = draws, indices
+        self._draws, self._micro_batch = draws, micro_batch
+        self._num_samples = micro_batch.num_samples or micro_batch.rows
 
     @functools.cached_property
     def _keys(self) -> Tensor:
-        return sample_keys(self._indices, self._draws.device)
+        return sample_keys(self._draws.indices_on_device(self._micro_batch))
 
     def rows(
         self, function: Any, shape: Sequence[int], kwargs: Any, like: Tensor | None, in_order: bool
     ) -> Rows | None:
-        name, draws, size, count = function.__name__, self._draws, torch.Size(shape), max(1, len(self._indices))
+        name, draws, size, count = function.__name__, self._draws, torch.Size(shape), max(1, self._num_samples)
         if draws.precedes_stage:
             draws.warn(f"{name} draws before the first module of a pipeline's stage")
         if (name, size) in draws.common:
@@ -167,8 +203,7 @@ class Following(DrawMode):
         repeats = draws.repeats_of((name, len(size)), of_one[dim], dim, like)
         if in_order and (start or repeats > 1 or (name, of_one) not in draws.of_samples):
             draws.warn(f"{name} draws {[*of_one]} numbers of a sample, unlike in the dry run")
-        call = torch.empty(2, dtype=torch.int64).random_().to(draws.device, non_blocking=True)
-        return Rows(self._keys + call, size, dim, repeats, start)
+        return Rows(self._keys + draws.call_on_device(), size, dim, repeats, start)
 
     def _start(self, name: str, of_one: tuple[int, ...], dim: int) -> tuple[int, ...]:
         """Return the first index along each dim of the part of a sample that this rank draws; () if it draws all.
@@ -202,6 +237,14 @@ class Following(DrawMode):
                     scores[split] = max(scores.get(split, 0), equal)
         best = max(scores, key=lambda split: (scores[split], split >= 0, split == len(of_one) - 3))
         return () if best == -1 else tuple(part * n if d == best else 0 for d, n in enumerate(of_one))
+
+
+def _indices(micro_batch: MicroBatch) -> Tensor:
+    return torch.tensor(micro_batch.indices or [0] * micro_batch.rows, dtype=torch.int64)
+
+
+def _call_numbers() -> Tensor:
+    return torch.empty(2, dtype=torch.int64).random_()
 
 
 def of_sample(shape: Sequence[int], dim: int, count: int) -> tuple[int, ...]:

@@ -1,7 +1,6 @@
 """A counter-based generator: each sample has its own stream of random numbers in each call of a random function."""
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,10 +18,10 @@ _MULTIPLIER = 0xD1342543DE82EF95
 _DIGITS = {torch.float64: 53, torch.float16: 11, torch.bfloat16: 8}  # of a uniform number; 24 in other dtypes
 
 
-def sample_keys(indices: Sequence[int], device: torch.device) -> Tensor:
-    """Return two keys of each sample, (n, 2)."""
-    index = torch.tensor(indices, dtype=torch.int64).to(device, non_blocking=True)[:, None]
-    return random_bits(torch.tensor([0, _GAMMA]).to(device, non_blocking=True), index, index)
+def sample_keys(indices: Tensor) -> Tensor:
+    """Return two keys of each sample, (n, 2), given the indices of the samples, (n,) in int64."""
+    index = indices[:, None]
+    return random_bits(torch.arange(2, device=indices.device) * _GAMMA, index, index)
 
 
 def random_bits(positions: Tensor, first: Tensor, second: Tensor) -> Tensor:
