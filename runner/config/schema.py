@@ -168,6 +168,7 @@ class Config:
     ] = False
     tf32: Annotated[Any, bool | Literal["convolutions"], OneOf(("convolutions", True, False))] = "convolutions"
     cudnn_benchmark: bool = False
+    cuda_graph: bool = False
     memory_format: Annotated[str, OneOf(("auto", "contiguous", "channels_last"))] = "auto"
     sync_batchnorm: Annotated[Any, bool | Literal["auto"], OneOf(("auto", True, False))] = "auto"
     activation_checkpointing: Annotated[Any, int | Literal["none", "full"], AtLeast(1, ("none", "full"))] = "none"

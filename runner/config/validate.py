@@ -69,6 +69,10 @@ def check_fit(config: Config, device_type: str | None) -> list[str]:
         messages.append(f"tf32={show(config.tf32)} has no effect {reason}; try tf32=convolutions")
     if config.cudnn_benchmark and device_type == "cpu":
         messages.append("cudnn_benchmark=true has no effect without a GPU; leave it out")
+    if config.cuda_graph and device_type == "cpu":
+        messages.append("cuda_graph=true needs a GPU; try cuda_graph=false")
+    elif config.cuda_graph:
+        messages += _check_graph(config)
     loader = config.loader  # a custom loader need not have these options
     if loader.get("pin_memory") and device_type == "cpu":
         messages.append("loader.pin_memory=true has no effect without a GPU; try loader.pin_memory=null")
@@ -88,6 +92,17 @@ def check_fit(config: Config, device_type: str | None) -> list[str]:
             "itself what is stored and what is recomputed; leave one of them out"
         )
     return messages
+
+
+def _check_graph(config: Config) -> list[str]:
+    """Check the options that do not work with cuda_graph=true."""
+    keys = ("compile", "activation_checkpointing", "replay_every_steps", "train_metrics", "debug")
+    others = {key: value for key in keys if (value := getattr(config, key)) not in (None, False, "none")}
+    others |= {"precision": config.precision} if config.precision in ("fp16", "float8") else {}
+    return [
+        f"{key}={show(value)} does not work with cuda_graph=true; leave one of them out"
+        for key, value in others.items()
+    ]
 
 
 def _check_named(group: str, node: Mapping[str, Any]) -> list[str]:

@@ -70,6 +70,13 @@ def seeded(*key: int) -> Iterator[None]:
         yield
 
 
+def host_generators() -> tuple[object, ...]:
+    """Return the states of the three generators on the CPU."""
+    of_numpy = np.random.get_state(legacy=False)
+    of_torch = torch.default_generator.get_state().numpy().tobytes()
+    return of_torch, random.getstate(), of_numpy["state"]["key"].tobytes(), of_numpy["state"]["pos"]
+
+
 class DrawDetector:
     """Detects whether a function draws from one of the three generators, and seeds them only then.
 

@@ -58,8 +58,12 @@ class ParameterUpdate:
                 group["lr"] = lr * scheduled
 
     def step(self, scheduled: Scheduled, want_norm: bool) -> Tensor | None:
-        """Update the parameters. Return the norm of the gradients before clipping, (), if requested."""
+        """Update the parameters as scheduled. Return the norm of the gradients before clipping, (), if requested."""
         self.set_scheduled(scheduled)
+        return self.apply(want_norm)
+
+    def apply(self, want_norm: bool) -> Tensor | None:
+        """Update the parameters with the current options of the optimizer. Return the norm as `step` does."""
         scaler = self._precision.scaler
         scaler.unscale_(self._optimizer)
         norm = None

@@ -255,7 +255,7 @@ def _prepare(experiment: Experiment, world: World, tracker: MemoryTracker, round
     The rank creates its own part of the model if a real rank does.
     """
     recipe, parallel = experiment.recipe, copy.copy(experiment.parallel)
-    parallel.round_steps = round_steps
+    parallel.round_steps, parallel.captures = round_steps, False
     if experiment.parallel.meta_init:
         tracker.leave_out([*recipe.module.parameters(), *recipe.module.buffers()])
         recipe = replace(recipe, materialize=functools.partial(_materialize, done=set[nn.Module]()))

@@ -177,6 +177,8 @@ class Parallel(ABC):
             False if mesh groups or RPC make them wait for it until `backend.timeout_s`.
         is_elastic: The other ranks can continue without a lost one, because each has all parameters.
         splits_optimizer_state: Each rank has only a part of the optimizer's state.
+        can_capture: A step can be captured in a CUDA graph: it does not communicate, and `prepare` reads `captures`.
+        captures: Steps are captured, known after `resolve`; see `cuda_graph`.
     """
 
     refusals: Sequence[Refusal] = ()
@@ -197,6 +199,8 @@ class Parallel(ABC):
     fails_at_once: bool = True
     is_elastic: bool = False
     splits_optimizer_state: bool = False
+    can_capture: bool = False
+    captures: bool = False
 
     def axes(self, world_size: int) -> Axes:
         """Return the mesh of a world of this size. Raises ValueError with the rule and the nearest sizes that fit."""
@@ -235,11 +239,14 @@ def resolve(parallel: Parallel, config: Config, world_size: int) -> Parallel:
     """
     with as_input_error():
         mode = parallel.at(world_size)
+    mode.captures = config.cuda_graph
     refused = [
         refusal.message(show(value))
         for refusal in mode.refusals
         if refusal.applies(value := attrgetter(refusal.key)(config), config.parallel)
     ]
+    if config.cuda_graph and not mode.can_capture:
+        refused.append("cuda_graph=true needs a mode whose steps do not communicate; try parallel=none")
     if config.elastic_every_steps is not None and not mode.is_elastic:
         refused.append(
             f"elastic_every_steps={config.elastic_every_steps} needs a mode in which each rank has all parameters; "

@@ -7,8 +7,10 @@ from torch import nn
 
 from runner.distributed.sync_batch_norm import RecordBatchNorm
 from runner.distributed.world import World
-from runner.errors import InputError
+from runner.errors import InputError, failed_with
+from runner.optimization.parameter_patterns import counted
 from runner.training.components import Components
+from runner.training.cuda_graph import OFF, Repeatable
 from runner.training.draws.following import Draws
 from runner.training.draws.observed_draws import observe_draws
 from runner.training.dry_run import DryRun, check_training, dry_run
@@ -81,6 +83,8 @@ def run_dry(components: Components, recomputes: bool, compiles: bool | str, trai
         found.warnings, found.replaced = observe_draws(components, compiles, found.draws)
         if components.parallel.resolved_axes.sequence > 1:
             check_draws(components, found.draws, found.warnings, found.forward.prediction.outputs.size(1))
+        if trains and components.parallel.captures:
+            _check_capture(components, found)
         found.warnings += compare_samples(components, found.draws)
         found.warnings += warn_of_uncalled(components.module, called)
         if found.forward.class_hint:
@@ -89,6 +93,27 @@ def run_dry(components: Components, recomputes: bool, compiles: bool | str, trai
                 f"{found.forward.class_hint}; if they are not, set loss=mse"
             )
     return found
+
+
+def _check_capture(components: Components, found: Findings) -> None:
+    """Raise InputError if a CUDA graph cannot repeat the training passes of these components."""
+    module, objective, draws, problems = components.module, components.objective, found.draws, list[str]()
+    if attributes := [*found.state.attributes, *found.state.of_objective]:
+        problems.append(f"forward changes the attribute {counted(attributes, 3)}")
+    if len(objective.losses) > 1 or objective.value_names:
+        problems.append("the objective has several losses, terms or logged values")
+    if draws.recomputes:
+        problems.append("the model calls torch.utils.checkpoint around random functions")
+    if draws.follows and draws.common:
+        problems.append("the model draws random numbers that all samples share")
+    with restoring_all(module, objective):
+        try:
+            with Repeatable():
+                objective.measure(module, next(iter(objective.losses)), components.samples.batch([0, 0]))
+        except RuntimeError as error:
+            problems.append(f"a step cannot be captured in a CUDA graph{failed_with(error)}")
+    if problems:
+        raise InputError(*(f"cuda_graph=true: {problem}; {OFF}" for problem in problems))
 
 
 def _run_forward(components: Components, recomputes: bool) -> Findings:

@@ -97,6 +97,7 @@ TABLE = {
     "sync_batchnorm=true model=mlp": "has no effect on a model without BatchNorm, or ... try sync_batchnorm=auto",
     "precision=fp16 backend=gloo": "precision=fp16 needs a GPU ... try precision=bf16",
     "compile=reduce-overhead backend=gloo": "compile=reduce-overhead needs a GPU ... try compile=true",
+    "cuda_graph=true backend=gloo": "cuda_graph=true needs a GPU; try cuda_graph=false",
     "compile=max_autotune": "compile=max_autotune must be one of ... did you mean max-autotune?",
     "loader.prefetch=2": "loader.prefetch=2 needs worker processes; try loader.num_workers=2",
     "loader.timeout_s=9": "loader.timeout_s=9 needs worker processes; try loader.num_workers=2",

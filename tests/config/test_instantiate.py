@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from runner.config.diagnostics.type_hints import show
 from runner.config.instantiate import create, make_group
 from runner.config.schema import Config, apply_debug
 from runner.config.validate import TASK_FACTS, check_fit
@@ -78,6 +79,15 @@ def test_options_of_gpus_are_refused_where_they_have_no_effect() -> None:
     copied += "try loader.pin_memory=null"
     double = "tf32=true has no effect with precision=fp64; try tf32=convolutions"
     assert check_fit(replace(config, precision="fp64"), "cuda") == [double, workers, copied]
+
+
+def test_options_that_a_cuda_graph_cannot_repeat_are_refused() -> None:
+    options: dict[str, Any] = {"precision": "fp16", "compile": True, "train_metrics": True, "debug": True}
+    for key, value in {**options, "activation_checkpointing": "full", "replay_every_steps": 3}.items():
+        (message,) = check_fit(Config(loader={}, cuda_graph=True, **{key: value}), "cuda")
+        assert message == f"{key}={show(value)} does not work with cuda_graph=true; leave one of them out"
+    assert not check_fit(Config(loader={}, cuda_graph=True, precision="bf16", clip_grad_norm=1.0), "cuda")
+    assert check_fit(Config(loader={}, cuda_graph=True), "cpu") == ["cuda_graph=true needs a GPU; try cuda_graph=false"]
 
 
 class Pair:
