@@ -6,8 +6,8 @@ usage: python benchmarks/gpu.py [--minutes 10] [--work convnet-512,gpt-124m] [--
 It first runs the tests that need a GPU, and with --check-jobs those of jobs in all modes, resumes, averages,
 accumulation and precisions (`pytest --device cuda`), whose ranks share the GPU. Then, round after round until the time
 is over, it measures a hand-written loop, the runner and the limit, which is the same step in a CUDA graph on batches in
-the memory of the GPU. Each workload is measured in fp32, in bf16, and in bf16 with a compiled model. `mfu` is the
-runner's perf/mfu.
+the memory of the GPU. Each workload is measured in fp32, with cuda_graph=true, in bf16, and in bf16 with a compiled
+model. `mfu` is the runner's perf/mfu.
 With --settings it measures the runner with its default settings and with one of them changed instead, in fp32 and bf16.
 Without a GPU it measures the workload convnet of the suite on the CPU, to test this script.
 """
@@ -39,6 +39,7 @@ COMMANDS = (BASELINE, RUNNER, LIMIT)
 # By name: the environment of the scripts, and the runner's overrides.
 VARIANTS = {
     "fp32": ({"BENCHMARK_PRECISION": "fp32", "BENCHMARK_COMPILED": "0"}, ""),
+    "graph": ({"BENCHMARK_PRECISION": "fp32", "BENCHMARK_COMPILED": "0"}, " cuda_graph=true"),
     "bf16": ({"BENCHMARK_PRECISION": "bf16", "BENCHMARK_COMPILED": "0"}, " precision=bf16"),
     "compiled": ({"BENCHMARK_PRECISION": "bf16", "BENCHMARK_COMPILED": "1"}, " precision=bf16 compile=true"),
 }
@@ -51,10 +52,11 @@ OF_JOBS = (
 )
 # Changes of the runner's default settings: overrides, or variables of the environment.
 SETTINGS = {
-    "fp32": ["tf32=true", "tf32=false", "cudnn_benchmark=true", "memory_format=contiguous"],
+    "fp32": ["tf32=true", "tf32=false", "cudnn_benchmark=true", "memory_format=contiguous", "cuda_graph=true"],
     "bf16": [
         *("cudnn_benchmark=true", "memory_format=contiguous", "+optimizer.fused=true", "optimizer.fused=false"),
         *("keep_samples=device", "loader.pin_memory=false", "loader.num_workers=2", "clip_grad_norm=1.0"),
+        *("cuda_graph=true", "cuda_graph=true keep_samples=device"),
         f"{ALLOCATOR}=expandable_segments:True",
     ],
 }
