@@ -15,7 +15,7 @@ from runner.distributed.environment import RankInfo
 from runner.distributed.failures.heartbeat import RankProcess, send_signal, state_of
 from runner.distributed.failures.hung_ranks import examine
 from runner.distributed.failures.signals import received
-from runner.errors import JobFailed, Preempted, quantity
+from runner.errors import InputError, JobFailed, Preempted, quantity
 
 POLL_S = 0.01
 JOIN_POLL_S = 0.5  # between checks for processes that wait to join
@@ -31,6 +31,10 @@ class Regroup(Exception):
 
 class JobEnded(Exception):
     """The job ended before this process could join it."""
+
+
+class Refused(InputError):
+    """This process would compute something else than the ranks that it wants to join, which continue without it."""
 
 
 class StoreLost(JobFailed):
@@ -81,12 +85,18 @@ class Membership:
         self.reason, self.left_at = "", 0.0  # why this world was formed, and when the one before it was left
         self.start_step: int | None = None  # of the copy from which this world continues; None: it has none
         self.copied_at: float | None = None  # when this process made that copy; None: it has none
+        self.facts: Any = None  # a value for JSON: what determines the results of this rank of the first world
 
     def begin(self, processes: Sequence[RankProcess]) -> None:
         """Start the first world, which consists of these processes, by rank."""
         self._members = [Member(process) for process in processes]
         if self._own.rank == 0:
-            self._store.set(FIRST, json.dumps({"members": [_text(member) for member in self._members]}))
+            first = {"members": [_text(member) for member in self._members], "facts": self.facts}
+            self._store.set(FIRST, json.dumps(first))
+
+    def first_facts(self) -> Any:
+        """Return `facts` of rank 0 of the first world, which must have begun."""
+        return self._read(0)["facts"]
 
     def keep(self, copy: Copy) -> None:
         """Keep a copy in place of the one before the last."""

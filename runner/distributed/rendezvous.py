@@ -29,12 +29,17 @@ TRY_S = 2.0  # between checks for signals: Python resumes a system call that a s
 _joined: dict[RankInfo, World] = {}
 
 
-def join(rank_info: RankInfo, backend: Backend, timeout_s: float = JOIN_TIMEOUT_S) -> World:
+def join(
+    rank_info: RankInfo,
+    backend: Backend,
+    timeout_s: float = JOIN_TIMEOUT_S,
+    check: Callable[[Any], None] = lambda facts: None,
+) -> World:
     """Connect this process to the store of its world, once per process. All ranks must call it.
 
     Raises InputError if the other ranks do not connect in time, without messages if rank 0 reports the failure.
-    Raises Preempted if a signal stops this rank before all ranks have connected. A process that replaces a lost rank of
-    an elastic world also raises JobEnded, and JobFailed if that world no longer exists.
+    Raises Preempted if a signal stops this rank before all ranks have connected. A process that joins an elastic world
+    later also raises JobEnded, JobFailed if that world no longer exists, and Refused if `check` does.
     """
     if rank_info not in _joined:
         if rank_info.has_parent:
@@ -45,7 +50,7 @@ def join(rank_info: RankInfo, backend: Backend, timeout_s: float = JOIN_TIMEOUT_
         store = None if connection is None else dist.PrefixStore(world_prefix(rank_info.world_id), connection)
         if connection is not None and elastic_keys(connection, rank_info.world_id).check([FIRST]):  # it has begun
             world = World(rank_info, store, backend)
-            world.join_later()
+            world.join_later(check)
         else:
             complete = rank_info if store is None else _wait_for_all(store, rank_info, timeout_s)
             world = World(complete, store, backend)

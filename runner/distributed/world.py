@@ -1,6 +1,7 @@
 """One rank's view of its world: its identity and devices, and everything that it does together with the other ranks."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,10 +56,14 @@ class World:
             self.store.check_peers = self._check_peers
             call_in_daemon(self.membership.beat, "beat")
 
-    def join_later(self) -> None:
-        """Wait for a world that includes this process, which was not one of the first ranks. Raise as Membership."""
+    def join_later(self, check: Callable[[Any], None]) -> None:
+        """Wait for a world that includes this process, which was not one of the first ranks. Raise as Membership.
+
+        check: Raises Refused, given the facts of the first world's rank 0, if this process must not join.
+        """
         self.be_elastic()
         assert self.membership is not None
+        check(self.membership.first_facts())
         self._enter(self.membership.join(self.rank_info))
 
     def regroup(self, has_failed: Callable[[], str | None]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from runner.config.diagnostics.import_target import locate
 from runner.config.schema import Config
+from runner.distributed.membership import Refused
 from runner.distributed.world import World
 from runner.records.custom_code import imported_code, shipped_hash, targets
 from runner.records.provenance import versions
@@ -22,18 +23,35 @@ def check_equal(config: Config, world: World) -> list[str]:
     """Return how this rank differs from rank 0 in what determines results, one message each. All ranks must call it.
 
     Code and packages are compared only between machines: the ranks of one machine share them. Values that are paths may
-    differ.
+    differ. In a later world of an elastic job, nothing is compared, because `check_joining` has done so.
     """
+    membership = world.membership
+    if membership is not None and membership.number:
+        return []
+    if membership is not None:
+        membership.facts = _all_facts(config)
     if world.world_size == 1:
         return []
-    if world.membership is not None and world.membership.number:
-        for target in targets(asdict(config)):  # a rank that joins has not imported what the others have
-            with suppress(ValueError):  # reported later
-                locate(target)
     has_others = len(world.local_ranks.hosts()) > 1
     own = _facts(config, has_others)
     first = world.consensus.broadcast("input", lambda: own)
     return [*_differences(own, first, f"rank {world.rank} on {socket.gethostname()}")]
+
+
+def check_joining(config: Config, first: dict[str, dict[str, Any]]) -> None:
+    """Raise Refused if this process differs from the ranks that it joins. first: the facts of their first rank 0.
+
+    Code and packages are compared also on one machine, because files may have changed since the run was started.
+    """
+    if messages := [*_differences(_all_facts(config), first, socket.gethostname())]:
+        raise Refused(*messages)
+
+
+def _all_facts(config: Config) -> dict[str, dict[str, Any]]:
+    for target in targets(asdict(config)):  # so that processes that have just started know the same modules
+        with suppress(ValueError):  # reported later
+            locate(target)
+    return _facts(config, with_code=True)
 
 
 def _facts(config: Config, with_code: bool) -> dict[str, dict[str, Any]]:

@@ -23,9 +23,10 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 from runner.checkpoints.layout import list_checkpoints, step_of
 from runner.distributed.failures.hung_ranks import KILLED
 from runner.distributed.failures.signals import PREEMPTED, signals_deferred
+from runner.distributed.membership import Refused
 from runner.errors import JobFailed, Preempted, print_messages
 from runner.launchers.node_rendezvous import Rendezvous
-from runner.launchers.rank_process import CUT_OFF, FAILURE_REPORTED, Outcome
+from runner.launchers.rank_process import CUT_OFF, FAILURE_REPORTED, REFUSED, Outcome
 from runner.records.attempts import error_line
 from runner.records.run_directory import CHECKPOINTS, Destination
 from runner.records.run_record import find_run, report_failure, result_mtime_ns
@@ -50,10 +51,12 @@ class _Agent(LocalElasticAgent):
     forever. Signals are handled once all ranks have been started: otherwise, this process would exit without the rank
     that it is starting, which would then fail to open semaphores that no longer exist. If the ranks can continue
     without one that is killed, it is replaced, `max_replaced` times (None: never), or left out: torch would end all.
+    A process that the ranks refuse is left out.
     The agent then serves the store until the ranks of all machines have exited.
     """
 
     max_replaced: int | None = None
+    _has_refused = False  # a process of this machine was not accepted as a rank
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         with signals_deferred():
@@ -70,13 +73,15 @@ class _Agent(LocalElasticAgent):
         ranks = context._pc
         is_running = any(process.exitcode is None for process in ranks.processes)
         exits = {number: ranks.processes[number].exitcode or 0 for number in ranks.sentinels.values()}
-        killed = [number for number, status in exits.items() if status < 0 or status == CUT_OFF]
+        killed = [number for number, status in exits.items() if status < 0 or status in (CUT_OFF, REFUSED)]
         pids = [ranks.pids()[number] for number in killed]
         if not killed or not self._rendezvous_of_world.continues_without(pids, is_running):
             return False
         for number in killed:
             del ranks.sentinels[ranks.processes[number].sentinel]
-            if self.max_replaced == 0:
+            if is_refused := exits[number] == REFUSED:
+                self._has_refused = True
+            if self.max_replaced == 0 or is_refused:
                 context._return_values[number] = None
                 continue
             self.max_replaced -= 1
@@ -94,7 +99,7 @@ class _Agent(LocalElasticAgent):
         if self.max_replaced is None:
             super()._exit_barrier()
         elif isinstance(self._pcontext, MultiprocessContext):  # torch would wait for machines that are lost
-            self._rendezvous_of_world.end_together(any(self._pcontext._return_values.values()))
+            self._rendezvous_of_world.end_together(any(self._pcontext._return_values.values()), self._has_refused)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
@@ -142,9 +147,9 @@ def run_worlds(
     Returns the metrics of this machine's first rank.
 
     received: The signals so far that request a stop. Raises InputError, Preempted, JobFailed, KeyboardInterrupt,
-    or an error of the rendezvous.
+    or an error of the rendezvous. Raises Refused if this machine may not join the others, which continue.
     """
-    failures: list[str] = []  # since the newest checkpoint
+    failures, continues = list[str](), False  # since the newest checkpoint; if the others continue without this machine
     try:
         while True:
             attempt = rendezvous.join()
@@ -155,6 +160,9 @@ def run_worlds(
             except RendezvousClosedError:
                 rendezvous.leave()
                 continue
+            except Refused:
+                continues = True
+                raise
             if isinstance(outcome, dict):
                 return outcome
             rendezvous.leave()
@@ -175,7 +183,8 @@ def run_worlds(
                 print_messages([str(outcome)])
             raise JobFailed(f"{outcome}\n{reason}") if reason else outcome
     finally:
-        rendezvous.close()
+        if not continues:
+            rendezvous.close()
 
 
 def _run_agent(rendezvous: RendezvousHandler, ranks: Ranks) -> RunResult:

@@ -27,7 +27,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from runner.distributed.membership import ENDED, FIRST, gone_key
+from runner.distributed.membership import ENDED, FIRST, Refused, gone_key
 from runner.distributed.rendezvous import elastic_keys, serve_store
 from runner.distributed.world_store import set_tcp_timeouts
 
@@ -61,7 +61,7 @@ class OneMachine(StaticTCPRendezvous):
         store = self._ranks_store
         return has_others and store is not None and elastic_keys(store, self.get_run_id()).check([FIRST])
 
-    def end_together(self, has_outcome: bool) -> None:
+    def end_together(self, has_outcome: bool, is_refused: bool) -> None:
         pass
 
     def leave(self) -> None:
@@ -82,7 +82,7 @@ class WorldRendezvous(DynamicRendezvousHandler):
     ranks_address: tuple[str, int] | None  # of this rendezvous's store if the ranks are elastic, and use it as well
     node_rank: int | None  # number of this machine; None for the order in which torch sorts the machines
     worlds: list[int]  # receives the number of this machine once all machines have joined
-    _is_joined = False
+    _is_joined = _has_joined_later = False
     _closed_at = float("inf")  # monotonic seconds
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -124,16 +124,19 @@ class WorldRendezvous(DynamicRendezvousHandler):
                 return True
         return False
 
-    def end_together(self, has_outcome: bool) -> None:
+    def end_together(self, has_outcome: bool, is_refused: bool) -> None:
         """Wait until the ranks of all machines have exited, because one of the agents serves their store.
 
         Do not wait for a machine that was silent for 15 s. Raise RendezvousClosedError if the world fails, or if it has
-        no ranks left. has_outcome: a rank of this machine has returned an outcome.
+        no ranks left. has_outcome: a rank of this machine has returned an outcome. is_refused: a process of this
+        machine was refused as a rank. If a machine that has joined later has no ranks for this reason, raise Refused.
         """
         self._stop_heartbeats()
         with suppress(RendezvousConnectionError):  # the machine with the store has noticed the end first
             with self._heartbeat_lock:
                 self._op_executor.run(_RendezvousExitOp(), self._get_deadline(self._settings.timeout.close))
+            if is_refused and not has_outcome and self._has_joined_later:
+                raise Refused
             while self._participants():
                 if self.is_closed():
                     raise RendezvousClosedError
@@ -145,7 +148,7 @@ class WorldRendezvous(DynamicRendezvousHandler):
         """Take part in the world of the other machines, as soon as fewer than the maximum number do."""
         self._take_part(self._get_deadline(self._settings.timeout.join))
         self._start_heartbeats()
-        self._is_joined = True
+        self._is_joined = self._has_joined_later = True
         self.worlds.append(self._settings.max_nodes)  # a number that no machine of the first world has
         assert self.ranks_address is not None
         # The ranks receive their numbers when the others admit them.

@@ -9,16 +9,20 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+from typing import Any
 
 from runner.config.recorded_code import importing_code_of
 from runner.config.request import Request
 from runner.distributed.backend import as_backend
 from runner.distributed.environment import find_rank_info
 from runner.distributed.failures import signals
-from runner.distributed.membership import JobEnded, StoreLost
+from runner.distributed.membership import JobEnded, Refused, StoreLost
 from runner.distributed.rendezvous import join
 from runner.errors import InputError, JobFailed, Preempted, exiting_on_system_errors, print_messages
+from runner.jobs.equal_input import check_joining
 from runner.jobs.job import run_job
 from runner.jobs.process_tuning import tune_process
 from runner.process.standard_streams import open_streams
@@ -26,6 +30,7 @@ from runner.process.standard_streams import open_streams
 Outcome = dict[str, float] | BaseException  # the metrics, or what the job has raised
 FAILURE_REPORTED = 75  # exit status of a rank whose failure has been reported; sysexits.h's EX_TEMPFAIL
 CUT_OFF = 76  # exit status of a rank that has lost the store, while others may continue
+REFUSED = 77  # exit status of a process that must not join the ranks that continue
 
 
 @exiting_on_system_errors(FAILURE_REPORTED)
@@ -47,7 +52,12 @@ def run_rank(request: Request, join_timeout_s: float, source: str) -> Outcome:
         may_grow=request.config.elastic_every_steps is not None,
     )
     try:
-        world = join(rank_info, as_backend(request.config.backend), join_timeout_s)
+        world = join(rank_info, as_backend(request.config.backend), join_timeout_s, partial(_check_joining, request))
+    except Refused as error:
+        with suppress(FileExistsError):  # another rank of this agent has printed the same
+            Path(f"{request.destination.file}-refused").touch(exist_ok=False)
+            print_messages([*error.messages, "this process does not join the run, which continues without it"])
+        sys.exit(REFUSED)
     except (InputError, Preempted) as error:
         return error
     except JobEnded:
@@ -69,6 +79,11 @@ def run_rank(request: Request, join_timeout_s: float, source: str) -> Outcome:
         outcome = error.with_traceback(None)  # its frames refer to the model
     signals.exit_at_once_with_parent()  # the rank waits until torch's agent has read the result
     return outcome
+
+
+def _check_joining(request: Request, first: Any) -> None:
+    with importing_code_of(request.code_of):
+        check_joining(request.config, first)
 
 
 @contextmanager

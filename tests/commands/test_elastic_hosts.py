@@ -27,6 +27,7 @@ ELASTIC = (
     *JOB, *SLOWLY, "elastic_every_steps=5", "backend.timeout_s=6", "checkpoint.every_steps=20", "launcher=torchrun",
     "launcher.max_restarts=3",
 )  # fmt: skip
+CONTINUES = "this process does not join the run, which continues without it"
 
 
 @pytest.fixture
@@ -126,6 +127,32 @@ def test_a_machine_joins_a_run_of_one_rank(hosts: Hosts, commands: Commands, tmp
     second = start(hosts, commands, 2, 1, *nodes, "launcher.nproc_per_node=2")
     wait_for_log(tmp_path, "3 ranks continued after step", first, second)
     one = finish(commands, tmp_path, first, second)
+    assert_equal(one, whole)
+
+
+@pytest.mark.thorough
+@pytest.mark.fault("a machine that joins with another configuration or other code", outcome="went_on")
+def test_a_machine_that_would_compute_something_else_is_refused(
+    hosts: Hosts, commands: Commands, tmp_path: Path, whole: Run
+) -> None:
+    nodes = ("launcher.nodes='1:2'", "launcher.join_timeout_s=2")
+    first = start(hosts, commands, 1, 1, *nodes, "launcher.nproc_per_node=1")
+    wait_until(lambda: newest_step(tmp_path) > 0, first)
+    wrong = commands.finish(start(hosts, commands, 2, 1, *nodes, "launcher.nproc_per_node=2", "optimizer.lr=0.7"))
+    code = tmp_path / "mine" / "slow.py"
+    original = code.read_text()
+    code.write_text(f"{original}\n# changed\n")
+    changed = commands.finish(start(hosts, commands, 2, 1, *nodes, "launcher.nproc_per_node=1"))
+    code.write_text(original)
+    for refused, message in (
+        (wrong, "optimizer.lr=0.7 on host2, but 0.05 on rank 0; start all ranks with the same arguments"),
+        (changed, "host2 has other code than rank 0 (slow); copy the same code to all machines"),
+    ):
+        assert refused.returncode == 2, refused.stderr
+        assert refused.stderr.splitlines()[-2:] == [message, CONTINUES], refused.stderr
+    right = start(hosts, commands, 2, 1, *nodes, "launcher.nproc_per_node=1")
+    wait_for_log(tmp_path, "2 ranks continued after step", first, right)
+    one = finish(commands, tmp_path, first, right)
     assert_equal(one, whole)
 
 

@@ -180,6 +180,28 @@ def test_others_continue_without_a_killed_rank(commands: Commands, tmp_path: Pat
     assert sum("lost rank 1 on" in found.cause for found in read_interruptions(one.path)) == 2
 
 
+@pytest.mark.fault("kill -9 of a rank after its code was changed: its replacement is refused", outcome="went_on")
+@pytest.mark.thorough
+def test_a_rank_is_not_replaced_by_one_with_other_code(
+    commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # of the agent's file that the refused process creates
+    write_files(tmp_path, SLOW)
+    elastic = ("epochs=10", "eval_every=10", "elastic_every_steps=5", "launcher.max_restarts=2")
+    process = start(commands, "spawn", *TINY, *SLOWLY, *elastic)
+    wait_until(lambda: newest_step(tmp_path) > 0, process)
+    code = tmp_path / "mine" / "slow.py"
+    code.write_text(f"{code.read_text()}\n# changed\n")
+    os.kill(ranks_of(commands, process)[-1], signal.SIGKILL)
+    wait_until(lambda: any(tmp_path.glob("*/*-refused")), process)
+    (tmp_path / "has-acted").touch()
+    done = commands.finish(process)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "has other code than rank 0 (slow); copy the same code to all machines" in done.stderr
+    assert "this process does not join the run, which continues without it" in done.stderr
+    assert only_run(tmp_path).result["world_size"] == 1
+
+
 @pytest.mark.fault("kill -9 of a rank that is not restarted", outcome="refused")
 @pytest.mark.thorough
 def test_a_killed_rank_that_is_not_replaced_is_reported_once(commands: Commands, tmp_path: Path) -> None:

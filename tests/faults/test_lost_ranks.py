@@ -36,6 +36,7 @@ from runner.distributed.process_group import ProcessGroup
 from runner.distributed.rendezvous import serve_store
 from runner.distributed.world import World
 from runner.errors import InputError
+from runner.jobs.equal_input import check_joining
 from runner.jobs.job import run_job
 from runner.parallel.parameter_update import ParameterUpdate
 from runner.training import state_copies
@@ -127,7 +128,7 @@ class Ranks:
         status = 1
         try:
             if rank is None:
-                world.join_later()
+                world.join_later(lambda first: check_joining(request.config, first))
             run_job(request, world)
             status = 0
         except JobEnded:
