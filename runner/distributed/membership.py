@@ -20,6 +20,7 @@ from runner.errors import InputError, JobFailed, Preempted, quantity
 POLL_S = 0.01
 JOIN_POLL_S = 0.5  # between checks for processes that wait to join
 BEAT_S = 1.0  # between the signs of life of a rank
+SILENT_S = 5.0  # without one, until a rank on another machine counts as lost, while the next world is formed
 KEYS = "elastic"  # in front of each key in the store of the ranks
 FIRST = "members/0"  # the key that is set once the ranks of the first world can lose a member
 ENDED = "ended"  # the key that is set once the job is over
@@ -70,7 +71,8 @@ class Membership:
     The first world has the number 0. Keys of the store: `members/N` lists the members of world N, and the step of the
     copy from which it continues; `here/N/RANK` is what a rank of world N - 1 brings to world N; `candidate/I` is the
     I-th process that waits to join; `gone/HOST/PID` is set by the agent of a machine when a process was killed there;
-    `beats` counts the signs of life of all ranks; `ended` is set when the job is over.
+    `beats` counts the signs of life of all ranks, and `beats/HOST/PID` those of one; `ended` is set when the job is
+    over.
     """
 
     def __init__(self, store: dist.Store, own: RankProcess, timeout_s: float):
@@ -139,12 +141,13 @@ class Membership:
         return [m.process for m in others if not _is_same(m.process, self._own) and self._is_gone(m)]
 
     def beat(self) -> None:
-        """While this process is a rank, let those that wait to join know that one exists. Return if the store exits."""
+        """While this process is a rank, let the other processes know that it runs. Return if the store exits."""
         with suppress(RuntimeError):
             store = self._store.clone()  # another connection: calls of this one may wait for an answer
             while True:
                 if self._members:
                     store.add("beats", 1)
+                    store.add(_beats_key(self._own), 1)
                 time.sleep(BEAT_S)
 
     def is_over(self) -> bool:
@@ -160,11 +163,13 @@ class Membership:
         """Form the next world with the other ranks that are left and the processes that wait. Return its info here.
 
         The lowest of the ranks that are left decides who they are. A rank that does not respond is killed if it is on
-        this machine, and its stacks are written to `stacks_dir`. If the others have formed the next world without this
-        rank, join a later one. Raises JobFailed with the failure that `has_failed` returns, and what `join` raises.
+        this machine, and its stacks are written to `stacks_dir`. A rank on another machine that shows no sign of life
+        for SILENT_S is lost: its machine may be lost as well, so that no agent reports it. If the others have formed
+        the next world without this rank, join a later one. Raises JobFailed with the failure that `has_failed` returns,
+        and what `join` raises.
         """
         number, self.left_at = self.number + 1, time.monotonic()
-        kept = tuple(copy.step for copy in self.copies)
+        kept, beats = tuple(copy.step for copy in self.copies), dict[str, tuple[int, float]]()
         self._store.set(f"here/{number}/{rank_info.rank}", _text(Member(self._own, self.confirmed, kept)))
         while not self._store.check([f"members/{number}"]):
             if failure := has_failed():
@@ -173,7 +178,8 @@ class Membership:
             found = [Member.parse(self._store.get(key)) for key in keys if self._store.check([key])]
             arrived = [member for member in found if not self._is_gone(member)]
             missing = [m for m in self._members if not any(_is_same(m.process, other.process) for other in arrived)]
-            is_over = all(map(self._is_gone, missing)) or time.monotonic() - self.left_at > self._timeout_s
+            are_lost = [self._is_gone(member) or self._is_silent(member, beats) for member in missing]
+            is_over = all(are_lost) or time.monotonic() - self.left_at > self._timeout_s
             if is_over and _is_same(arrived[0].process, self._own):
                 reasons = [self._drop(member.process, stacks_dir) for member in missing]
                 self._close(number, arrived, reasons)
@@ -216,6 +222,18 @@ class Membership:
         if process.machine == self._own.machine:
             return state_of(process) != "running"
         return self._store.check([gone_key(process.host, process.pid)])
+
+    def _is_silent(self, member: Member, beats: dict[str, tuple[int, float]]) -> bool:
+        """Return True if a process of another machine has shown no sign of life for SILENT_S.
+
+        beats: what the earlier calls have found: the number of its signs, and when the last one was noticed.
+        """
+        if member.process.machine == self._own.machine:
+            return False
+        key, now = _beats_key(member.process), time.monotonic()
+        if (count := self._store.add(key, 0)) != beats.get(key, (-1, now))[0]:
+            beats[key] = (count, now)
+        return now - beats[key][1] > SILENT_S
 
     def _drop(self, process: RankProcess, stacks_dir: Path | None) -> str:
         """Return a line about a rank that is left out; kill it if it runs on this machine."""
@@ -286,6 +304,10 @@ class Membership:
 def gone_key(host: str, pid: int) -> str:
     """Return the key by which a machine's agent reports that a process was killed."""
     return f"gone/{host}/{pid}"
+
+
+def _beats_key(process: RankProcess) -> str:
+    return f"beats/{process.host}/{process.pid}"
 
 
 def _text(member: Member) -> str:

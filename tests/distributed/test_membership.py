@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch.distributed as dist
 
+from runner.distributed import membership
 from runner.distributed.environment import RankInfo
 from runner.distributed.failures.heartbeat import RankProcess
 from runner.distributed.membership import KEYS, Copy, Membership, gone_key
@@ -23,10 +24,10 @@ def process(rank: int) -> RankProcess:
 
 
 @contextmanager
-def beating(membership: Membership) -> Iterator[None]:
-    threading.Thread(target=membership.beat, daemon=True).start()
+def beating(rank: Membership) -> Iterator[None]:
+    threading.Thread(target=rank.beat, daemon=True).start()
     yield
-    membership._members = []
+    rank._members = []
 
 
 def info(rank: int) -> RankInfo:
@@ -45,6 +46,23 @@ def test_a_rank_that_its_agent_reports_as_killed_is_not_waited_for() -> None:
     assert first.lost(anywhere=True) == [process(1)]
     assert first.form_next(info(0), lambda: None, None).world_size == 1
     assert (first.start_step, first.reason) == (7, "lost rank 1 on host1")
+
+
+def test_a_rank_of_another_machine_is_not_waited_for_once_it_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The timeout is longer than the test may last."""
+    monkeypatch.setattr(membership, "SILENT_S", 2.0)
+    store = dist.HashStore()
+    first, second = (Membership(store, process(rank), timeout_s=3000) for rank in (0, 1))
+    for each in (first, second):
+        each.begin([process(0), process(1)])
+    sizes: list[int] = []
+    forming = threading.Thread(target=lambda: sizes.append(first.form_next(info(0), lambda: None, None).world_size))
+    with beating(second):
+        forming.start()
+        forming.join(4)
+        assert forming.is_alive(), "a rank that still computes is waited for"
+    forming.join(60)
+    assert sizes == [1]
 
 
 def test_a_process_that_was_lost_before_it_joined_does_not_join_again() -> None:
