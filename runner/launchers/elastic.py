@@ -29,7 +29,7 @@ from runner.launchers.node_rendezvous import Rendezvous
 from runner.launchers.rank_process import CUT_OFF, FAILURE_REPORTED, REFUSED, Outcome
 from runner.records.attempts import error_line
 from runner.records.run_directory import CHECKPOINTS, Destination
-from runner.records.run_record import find_run, report_failure, result_mtime_ns
+from runner.records.run_record import DONE, find_run, report_failure, result_mtime_ns
 
 UNUSED_SIGNAL = "SIGXCPU"  # torch's agent needs a signal at which it terminates all ranks; others are forwarded
 
@@ -164,7 +164,8 @@ def run_worlds(
                 continues = True
                 raise
             if isinstance(outcome, dict):
-                return outcome
+                is_elsewhere = not outcome and ranks.max_replaced is not None
+                return _metrics_elsewhere(destination.find()) if is_elsewhere else outcome
             rendezvous.leave()
             died, reason = isinstance(outcome, RankDied), None
             if died and received:
@@ -229,6 +230,24 @@ def _outcome(result: RunResult, reason: str) -> Outcome:
         return JobFailed(reason or "a rank has reported the reason above")
     how = signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else f"exit status {failure.exitcode}"
     return RankDied(f"rank {rank} on {socket.gethostname()} died: {how}")
+
+
+def _metrics_elsewhere(directory: str | None) -> dict[str, float]:
+    """Return the metrics of a run that has ended on other machines. Raise Preempted or JobFailed, as it has ended.
+
+    directory: of the run; None if no rank of this machine belonged to it.
+    """
+    if directory is None:
+        return {}
+    run = find_run(Path(directory))
+    if run.state == "preempted":
+        raise Preempted
+    if run.state not in DONE:
+        how = f"the run has failed: {_summary(run.error)}" if run.error else "the run has no ranks left"
+        text = f"{how}; continue with resume={directory}"
+        print_messages([text])
+        raise JobFailed(text)
+    return run.metrics
 
 
 def reported_failure(directory: str | None, before: int | None) -> str:

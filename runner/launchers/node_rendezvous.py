@@ -30,6 +30,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from runner.distributed.membership import ENDED, FIRST, Refused, gone_key
 from runner.distributed.rendezvous import elastic_keys, serve_store
 from runner.distributed.world_store import set_tcp_timeouts
+from runner.errors import print_messages
 
 END_TIMEOUT_S = 15.0  # for the ranks of this machine to exit by themselves after those of another one have failed
 CLOSED = "closed"
@@ -137,6 +138,8 @@ class WorldRendezvous(DynamicRendezvousHandler):
                 self._op_executor.run(_RendezvousExitOp(), self._get_deadline(self._settings.timeout.close))
             if is_refused and not has_outcome and self._has_joined_later:
                 raise Refused
+            if not has_outcome and not self._check(ENDED):
+                print_messages([f"no ranks are left on {socket.gethostname()}; waiting for those of other machines"])
             while self._participants():
                 if self.is_closed():
                     raise RendezvousClosedError

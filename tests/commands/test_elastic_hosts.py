@@ -25,7 +25,6 @@ JOB = (
 )  # fmt: skip
 ELASTIC = (
     *JOB, *SLOWLY, "elastic_every_steps=5", "backend.timeout_s=6", "checkpoint.every_steps=20", "launcher=torchrun",
-    "launcher.max_restarts=3",
 )  # fmt: skip
 CONTINUES = "this process does not join the run, which continues without it"
 
@@ -52,6 +51,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def start(hosts: Hosts, commands: Commands, host: int, store_on: int, *words: str) -> Popen[str]:
     if not any(word.startswith("parallel=") for word in words):
         words = (*words, "parallel=ddp")
+    if not any(word.startswith("launcher.max_restarts=") for word in words):
+        words = (*words, "launcher.max_restarts=3")
     endpoint = f"launcher.rdzv_endpoint={Hosts.address(store_on)}:{PORT}"
     return hosts.runner(commands, host, *ELASTIC, endpoint, *words)
 
@@ -100,6 +101,42 @@ def test_a_killed_rank_is_replaced_by_its_machine(
     wait_for_log(tmp_path, "2 ranks continued after step", *both)
     one = finish(commands, tmp_path, *both)
     assert_equal(one, whole)
+
+
+FAILING = {
+    "mine/failing.py": """\
+        from pathlib import Path
+
+        from runner import Callback
+
+
+        class Failing(Callback):
+            def after_step(self, now):
+                if Path("fails").exists():
+                    raise ValueError("wrong")
+        """,
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.fault("kill -9 of the last rank of a machine, while others continue", outcome="went_on")
+@pytest.mark.parametrize(("status", "store_on"), [(1, 1), (143, 2), (0, 1)])
+def test_a_machine_without_ranks_ends_as_the_run_does(
+    status: int, store_on: int, hosts: Hosts, commands: Commands, tmp_path: Path
+) -> None:
+    write_files(tmp_path, FAILING)
+    words = ("launcher.nodes=2", "launcher.nproc_per_node=1", "launcher.max_restarts=0")
+    words = (*words, "+callbacks.failing._target_=failing.Failing")
+    both = [start(hosts, commands, host, store_on, *words) for host in (1, 2)]
+    wait_until(lambda: newest_step(tmp_path) > 0, both[0])
+    os.kill(ranks_of(commands, both[1])[-1], signal.SIGKILL)
+    wait_for_log(tmp_path, "1 rank continued after step", *both)
+    if status == 143:
+        both[0].send_signal(signal.SIGTERM)
+    else:
+        (tmp_path / ("fails" if status else "has-acted")).touch()
+    ended = [commands.finish(process) for process in both]
+    assert [each.returncode for each in ended] == [status, status], ended
 
 
 @pytest.mark.thorough
