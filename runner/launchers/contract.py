@@ -44,7 +44,8 @@ class Queue(Launcher):
     def submit_sweep(self, jobs: Sequence[Request], directory: Path) -> list[str]:
         """Submit jobs of the sweep in this directory. Return a name for each; [] if `dry_run`.
 
-        All jobs have the options of this launcher. Raises InputError if the queue refuses the jobs.
+        All jobs have the options of this launcher, and all or none of them have `elastic_every_steps`. Raises
+        InputError if the queue refuses the jobs.
         """
 
     @classmethod

@@ -7,7 +7,7 @@ import re
 import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -42,6 +42,7 @@ class Ranks:
     entrypoint: Callable[..., Any] | str
     args: Sequence[Any]
     max_replaced: int | None = None  # the lost ranks that are replaced while others continue; None: all end with one
+    are_stopped_together: bool = False  # the agents of all machines receive a signal to stop
 
 
 class _Agent(LocalElasticAgent):
@@ -52,10 +53,11 @@ class _Agent(LocalElasticAgent):
     that it is starting, which would then fail to open semaphores that no longer exist. If the ranks can continue
     without one that is killed, it is replaced, `max_replaced` times (None: never), or left out: torch would end all.
     A process that the ranks refuse is left out.
-    The agent then serves the store until the ranks of all machines have exited.
+    The agent then serves the store until the ranks of all machines have exited, also after a signal to all of them.
     """
 
     max_replaced: int | None = None
+    are_stopped_together = False
     _has_refused = False  # a process of this machine was not accepted as a rank
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -99,7 +101,9 @@ class _Agent(LocalElasticAgent):
         if self.max_replaced is None:
             super()._exit_barrier()
         elif isinstance(self._pcontext, MultiprocessContext):  # torch would wait for machines that are lost
-            self._rendezvous_of_world.end_together(any(self._pcontext._return_values.values()), self._has_refused)
+            with signals_deferred() if self.are_stopped_together else nullcontext():
+                has_outcome = any(self._pcontext._return_values.values())
+                self._rendezvous_of_world.end_together(has_outcome, self._has_refused)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
@@ -207,7 +211,7 @@ def _run_agent(rendezvous: RendezvousHandler, ranks: Ranks) -> RunResult:
         monitor_interval=0.05,
     )
     agent = _Agent(spec, DefaultLogsSpecs(log_dir=os.devnull), start_method="forkserver")
-    agent.max_replaced = ranks.max_replaced
+    agent.max_replaced, agent.are_stopped_together = ranks.max_replaced, ranks.are_stopped_together
     try:
         result: RunResult | None = agent.run()
     except EOFError:  # the fork server could not start a rank, has reported the reason, and has exited

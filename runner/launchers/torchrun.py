@@ -45,6 +45,7 @@ class Torchrun(Launcher):
     source = "torchrun"  # of the ranks
     save_s: float | None = None  # after a signal, until the ranks are killed; None: they end by themselves
     is_repeated = False  # a service repeats the command if another node is lost or has given up
+    is_watched = False  # the process that has started this one and those on the other machines notices if one is lost
 
     def __init__(
         self,
@@ -96,7 +97,7 @@ class Torchrun(Launcher):
         ):
             arguments = (replace(request, destination=destination), self.join_timeout_s, self.source)
             max_replaced = self.max_restarts if request.config.elastic_every_steps is not None else None
-            ranks = Ranks(self.nproc_per_node, run_rank, arguments, max_replaced)
+            ranks = Ranks(self.nproc_per_node, run_rank, arguments, max_replaced, self.is_watched)
             # The ranks must report a lost machine before the agent notices it and terminates them.
             return self._run(ranks, destination, received, as_backend(request.config.backend).timeout_s + REPORT_S)
 
@@ -124,8 +125,9 @@ class Torchrun(Launcher):
                 status = REPEAT if self.is_repeated else 1
             if isinstance(error, RendezvousConnectionError):
                 text = f"{where}, the rendezvous of the nodes, is lost: it does not respond"
+                status = REPEAT if self.is_watched and ranks.max_replaced is not None else status
         if status == REPEAT:
-            text += "; repeat the command"
+            text += "" if self.is_watched else "; repeat the command"
         elif ranks.max_replaced is not None and (directory := destination.find()):
             text += f"; if other nodes continue, repeat the command; otherwise start every node with resume={directory}"
         elif directory := destination.find():

@@ -30,7 +30,7 @@ def check_launchers(
     before it adds jobs. Raises InputError if the launchers cannot be used in this sweep, or if a queued job could not
     run with its world size.
     """
-    from runner.launchers.launch import check_ahead, check_queueable, make_launcher
+    from runner.launchers.launch import check_ahead, check_elastic, check_queueable, make_launcher
 
     launchers = [make_launcher(config.launcher, config.debug) for config, _ in jobs]
     if any(launcher.started_on_each for launcher in launchers):
@@ -70,6 +70,7 @@ def check_launchers(
         if queue.is_remote and not queue.dry_run and (messages := check_outputs(config.outputs)):
             raise InputError(*messages)  # the ledger is on this machine
         check_queueable(config.task, chosen)
+        check_elastic(config, chosen, queue)
         if queue.world_size is not None:
             check_ahead(config, chosen, queue.world_size)
     return True, queues[0].dry_run
@@ -83,9 +84,10 @@ def submit(queued: Sequence[tuple[JobRecord, Request]], directory: Path, record:
     """
     from runner.launchers.launch import make_launcher
 
-    groups: dict[str, list[tuple[JobRecord, Request]]] = {}  # by launcher options
+    groups: dict[str, list[tuple[JobRecord, Request]]] = {}  # by launcher options, and whether ranks may be lost
     for job, request in queued:
-        options = json.dumps(request.config.launcher, sort_keys=True, default=str)
+        is_elastic = request.config.elastic_every_steps is not None
+        options = json.dumps([request.config.launcher, is_elastic], sort_keys=True, default=str)
         groups.setdefault(options, []).append((job, request))
     queues, num_queued = [], 0
     for group in groups.values():

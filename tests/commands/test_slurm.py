@@ -3,14 +3,17 @@
 import json
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from subprocess import CompletedProcess
 
+import leftovers
 import pytest
-from commands import Commands, wait_until
+from commands import Commands, wait_until, with_variable, youngest_rank
 from custom_files import write_files
+from machine_runs import check_equal
 from slurm_cluster import Cluster, missing_requirement
 from worlds import Run, run
 
@@ -47,6 +50,7 @@ class Doubled(MLP):
     def forward(self, samples):
         return super().forward(samples) * FACTOR
 """
+ALONE = ": 1 rank continued after step"
 LONG = ("epochs=12", "eval_every=12", "checkpoint.every_steps=5")
 
 
@@ -155,6 +159,62 @@ def test_a_job_continues_after_its_time_limit_and_after_a_preemption(
     assert [path.name for path in (tmp_path / "outputs" / "job").iterdir()] == [one.path.name]
     assert one.result["weights_sha256"] == whole.result["weights_sha256"]
     assert sorted(one.losses) == list(range(1, one.result["step"] + 1))
+
+
+class Elastic:
+    """A job of a rank on each of two nodes, whose steps are slow, and an undisturbed run."""
+
+    def __init__(self, cluster: Cluster, commands: Commands, folder: Path, *options: str):
+        steps = ("epochs=60", "eval_every=60", "precision=fp64", "log_every=1")
+        self.whole = run(folder / "here", 1, *TINY, *steps, "backend=gloo")
+        elastic = ("elastic_every_steps=2", "backend.timeout_s=6", "checkpoint.every_steps=5")
+        nodes = ("launcher=slurm", "launcher.nodes=2", "launcher.nproc_per_node=1")
+        arguments = (*write_model(folder, "slow", SLOW), *steps, *elastic, *nodes, *options)
+        self.job, self.run = submitted(submit(cluster, commands, *arguments))
+        wait_until(lambda: newest_step(self.run) > 0, timeout_s=300)
+
+    def kill_rank(self, node: int) -> None:
+        processes = with_variable("RUNNER_DIRECTORY", str(self.run.path))
+        os.kill(youngest_rank(processes, "runner.launchers.slurm.agent", str(node)), signal.SIGKILL)
+
+    def wait_for(self, text: str, number: int = 1) -> None:
+        """Wait until the log has this text `number` times."""
+        wait_until(lambda: log_of(self.run.path).count(text) >= number)
+
+
+@pytest.mark.fault("kill -9 of a rank of a Slurm job", outcome="went_on")
+@pytest.mark.fault("the failure of a node of a Slurm job, except that of its script", outcome="went_on")
+def test_a_job_continues_without_a_lost_rank_and_a_failed_node(
+    cluster: Cluster, commands: Commands, tmp_path: Path
+) -> None:
+    elastic = Elastic(cluster, commands, tmp_path, "launcher.max_restarts=1")
+    elastic.kill_rank(0)
+    elastic.wait_for("joined: 2 ranks continued after step")
+    num_before = log_of(elastic.run.path).count(ALONE)
+    assert cluster.call("scontrol", "update", "NodeName=n2", "State=down", "Reason=test").returncode == 0
+    elastic.wait_for(ALONE, num_before + 1)
+    (tmp_path / "fast").touch()
+    cluster.wait_for(elastic.job, ["COMPLETED"])
+    assert "ExitCode=0:0" in cluster.call("scontrol", "show", "job", elastic.job).stdout
+    assert "resuming" not in log_of(elastic.run.path)
+    check_equal(elastic.run, elastic.whole)
+    for name in leftovers.unused(leftovers.shared_memory()):  # the node that failed would have lost it
+        (leftovers.SHARED / name).unlink(missing_ok=True)
+
+
+@pytest.mark.fault("a Slurm job out of time after the loss of all ranks of its first node", outcome="went_on")
+def test_a_job_that_has_lost_ranks_saves_and_is_requeued(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
+    """The agent of the first node has no ranks left, and serves the store until those of the other node have saved."""
+    elastic = Elastic(cluster, commands, tmp_path)
+    elastic.kill_rank(0)
+    elastic.wait_for(ALONE)
+    cluster.call("scancel", "--signal=USR1", "--batch", elastic.job)
+    wait_until((elastic.run.path / "slurm" / "requeued.json").exists)
+    assert elastic.run.result["state"] == "preempted" and newest_step(elastic.run) == elastic.run.result["step"]
+    (tmp_path / "fast").touch()
+    cluster.wait_for(elastic.job, ["COMPLETED"])
+    assert elastic.run.result["world_size"] == 2
+    check_equal(elastic.run, elastic.whole)
 
 
 def test_a_queued_job_runs_the_code_of_its_submission_or_of_its_start(

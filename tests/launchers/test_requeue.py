@@ -2,13 +2,14 @@
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from runner.launchers.slurm import agent, requeue
+from runner.launchers.slurm import agent, requeue, script
 
 End = Callable[[str | None, int, int, str], int]
 
@@ -106,3 +107,32 @@ def test_a_signaled_agent_leaves_a_file(run: Path, ended: int | SystemExit, monk
     monkeypatch.setenv("RUNNER_DIRECTORY", str(run))
     assert agent.main() == 0
     assert (run / requeue.STOPPED).exists()
+
+
+@pytest.mark.parametrize(
+    ("status", "first", "requeues"), [(75, "n1", 1), (75, "n2", 0), (1, "n1", 0)], ids=["lost", "reachable", "failed"]
+)
+def test_a_job_without_its_script_is_requeued(status: int, first: str, requeues: int, run: Path) -> None:
+    """Two agents of n2 have lost the rendezvous on the node of the script; Slurm may have removed it from the job."""
+    functions = script.FUNCTIONS.format(command="true", nproc=1, restarts=0, join_s=1, save_s=1)
+    stubs = f"""
+        agent() {{ return {status}; }}
+        inside() {{ return 143; }}
+        sleep() {{ :; }}
+        squeue() {{ echo {first} n2; }}
+        scontrol() {{
+            case $1 in
+            show) echo "$3" ;;
+            --oneliner) echo JobState=RUNNING ;;
+            requeue) echo "$2" >> "$RUNNER_DIRECTORY/requeues" ;;
+            esac
+        }}
+        elastic_agent & elastic_agent; echo $?; wait
+    """
+    env = os.environ | {"RUNNER_DIRECTORY": str(run), "SLURM_JOB_ID": "7", "SLURM_NODEID": "1"}
+    done = subprocess.run(
+        ["bash", "-c", functions + script.ELASTIC + stubs], env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.stderr == "" and str(status) in done.stdout.splitlines()
+    found = (run / "requeues").read_text() if (run / "requeues").exists() else ""
+    assert found == "7\n" * requeues

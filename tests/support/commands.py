@@ -131,16 +131,9 @@ class Commands:
 
     def living(self, process: Popen[str]) -> list[int]:
         """Return the running processes of the command, including ranks whose parent has died."""
-        wanted, found = f"{MARK}={self.marks[process.pid]}".encode(), []
-        forked = None if process.poll() is not None else str(process.pid)  # has the environment of the tests' process
-        for entry in Path("/proc").glob("[0-9]*"):
-            try:
-                marked = wanted in (entry / "environ").read_bytes().split(b"\0")
-                if marked or entry.name == forked:
-                    found.append(int(entry.name))
-            except OSError:  # it has exited, or belongs to another user
-                continue
-        return found
+        # A forked command has the environment of the tests' process.
+        forked = [process.pid] if process.poll() is None else []
+        return sorted({*with_variable(MARK, self.marks[process.pid]), *forked})
 
     def close(self) -> None:
         """Kill the commands that are running. The leftovers of an exited one fail the test: support/leftovers.py."""
@@ -207,6 +200,16 @@ def free_port() -> int:
     raise OSError("no port from 20000 to 28000 is free")
 
 
+def with_variable(name: str, value: str) -> list[int]:
+    """Return the running processes whose initial environment has this variable."""
+    wanted, found = f"{name}={value}".encode(), []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has exited, or belongs to another user
+            if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return found
+
+
 def wait_until(condition: Callable[[], bool], process: Popen[str] | None = None, timeout_s: float = 180) -> None:
     """Wait for the condition. Fail the test after `timeout_s`, or if the process exits."""
     deadline = time.monotonic() + timeout_s
@@ -232,10 +235,22 @@ def parent_of(pid: int) -> int | None:
 
 
 def ranks_of(commands: Commands, process: Popen[str]) -> list[int]:
-    """Return the ranks' processes of a command, the youngest last: the children of its fork server."""
-    parents = {pid: parent for pid in commands.living(process) if (parent := parent_of(pid)) is not None}
-    servers = [pid for pid, parent in parents.items() if parent == process.pid and pid in parents.values()]
+    """Return the ranks' processes of a command, the youngest last."""
+    return ranks_under(process.pid, commands.living(process))
+
+
+def ranks_under(agent: int, processes: Collection[int]) -> list[int]:
+    """Return the ranks among these processes, the youngest last: the children of the agent's fork server."""
+    parents = {pid: parent for pid in processes if (parent := parent_of(pid)) is not None}
+    servers = [pid for pid, parent in parents.items() if parent == agent and pid in parents.values()]
     return sorted((pid for pid, parent in parents.items() if parent in servers), key=by_age)
+
+
+def youngest_rank(processes: Collection[int], *agent: str) -> int:
+    """Return the rank that was started last by the agent `python -m AGENT...` among these processes."""
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_text().split("\0")[1:] for pid in processes}
+    (found,) = [pid for pid, words in commands.items() if words[: 1 + len(agent)] == ["-m", *agent]]
+    return ranks_under(found, processes)[-1]
 
 
 def by_age(pid: int) -> tuple[int, int]:

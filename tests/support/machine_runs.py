@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from subprocess import Popen
 
+import pytest
 from commands import Commands, newest_step, wait_until
 from custom_files import SLOWLY
 from worlds import Run, only_run, run
@@ -33,3 +34,11 @@ def check_end_with_command(
     wait_until_idle()
     result = only_run(folder).result
     assert result["state"] == "preempted" and newest_step(folder) == result["step"]
+
+
+def check_equal(one: Run, whole: Run) -> None:
+    """Compare the losses and weights of two runs with precision=fp64, up to rounding."""
+    assert one.result["state"] == "finished"
+    assert one.losses == pytest.approx(whole.losses, rel=1e-9)
+    for name, weight in whole.weights.items():
+        assert (one.weights[name] - weight).abs().max() <= 1e-9 * weight.abs().max(), name

@@ -74,11 +74,19 @@ def arrays_of(directory: Path) -> list[str]:
 def test_dry_run_of_a_sweep_prints_one_script_and_writes_nothing(here: Here, tmp_path: Path, capfd: Capture) -> None:
     assert here(*SWEEP, "launcher.dry_run=true", "launcher.wait=true", "seed=0,1") == 0
     printed = capfd.readouterr()
-    assert printed.out.startswith("#!/bin/bash\n") and printed.out.endswith('\nexit "$status"\n') and printed.err == ""
+    assert printed.out.startswith("#!/bin/bash\n") and printed.out.endswith("\nexit $?\n") and printed.err == ""
     assert f"RUNNER_DIRECTORY={tmp_path}/outputs/run/sweep-STAMP/1-seed-1\n" in printed.out
     assert printed.out.count("#!/bin/bash") == 1 and "#SBATCH --array=0-1\n" in printed.out
     subprocess.run(["bash", "-n"], input=printed.out, text=True, check=True, timeout=120)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_jobs_that_continue_without_a_node_are_an_array_of_their_own(here: Here, slurm: Path, capfd: Capture) -> None:
+    assert here(*SWEEP, "launcher.dry_run=true", "seed=0,1", "parallel=ddp", "elastic_every_steps=null,5") == 0
+    first, second = capfd.readouterr().out.split("#!/bin/bash\n")[1:]
+    for script, is_elastic in ((first, False), (second, True)):
+        assert ("#SBATCH --no-kill\n" in script, "--kill-on-bad-exit=0" in script) == (is_elastic, is_elastic)
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=120)
 
 
 def test_a_queue_and_something_else_are_refused(here: Here, slurm: Path, capfd: Capture) -> None:

@@ -38,6 +38,7 @@ def main() -> int:
         node_rank=int(node_id),
     )
     launcher.source, launcher.is_host, launcher.save_s = "slurm", node_id == "0", float(save_s)
+    launcher.is_watched = True
     directory = os.environ["RUNNER_DIRECTORY"]
     try:
         status = run_arguments(sys.argv[8:], launcher, directory)

@@ -60,6 +60,8 @@ class Slurm(Queue):
     max_restarts: int = 0
     join_timeout_s: float = 120.0
 
+    is_elastic = True
+
     def __post_init__(self) -> None:
         counts = ("nodes", "nproc_per_node", "signal_s", "parallel_jobs", "cpus_per_node", "gpus_per_node")
         check_options(self.join_timeout_s, self.max_restarts, **{name: getattr(self, name) for name in counts})
@@ -153,6 +155,7 @@ class Slurm(Queue):
 
         Several runs are the tasks of a job array. Raises InputError if the code cannot be copied.
         """
+        is_elastic = runs[0][1].config.elastic_every_steps is not None
         config_dirs, note, select_code = list(runs[0][1].command.config_dirs), "", ""
         if self.code == "frozen":
             frozen = freeze_code(directory, config_dirs, write=not self.dry_run)
@@ -166,7 +169,7 @@ class Slurm(Queue):
             arguments.append((path, [*(f"--config-dir={config_dir}" for config_dir in config_dirs), *kept]))
         parts = (
             "#!/bin/bash",
-            *self._directives(name, directory, len(runs)),
+            *self._directives(name, directory, len(runs), is_elastic),
             "",
             script.TRAP,
             *_select_run(arguments),
@@ -174,11 +177,17 @@ class Slurm(Queue):
             script.SETUP,
             *self._prepare(),
             select_code,
-            script.RUN.format(ports=len(PORTS), first_port=PORTS[0]),
+            script.ELASTIC if is_elastic else "",
+            script.RUN.format(
+                ports=len(PORTS),
+                first_port=PORTS[0],
+                on_loss=script.CONTINUE if is_elastic else "--kill-on-bad-exit=1",
+                agent="elastic_agent" if is_elastic else "agent",
+            ),
         )
         return "\n".join(parts), note
 
-    def _directives(self, name: str, directory: Path, num_runs: int) -> list[str]:
+    def _directives(self, name: str, directory: Path, num_runs: int, is_elastic: bool) -> list[str]:
         options: dict[str, SbatchOption] = {
             "job-name": self.job_name or name,
             "chdir": str(Path.cwd()),
@@ -190,6 +199,7 @@ class Slurm(Queue):
             "partition": self.partition,
             "account": self.account,
             "time": self.time,
+            "no-kill": is_elastic,  # the job continues if a node is lost, except that of the script
             **{key.replace("_", "-"): value for key, value in (self.sbatch or {}).items()},
             "output": str(directory / "slurm" / ("%A_%a.log" if num_runs > 1 else "%j.log")),
             "open-mode": "append",

@@ -30,6 +30,19 @@ retry() {{
     for pause in 1 5 20 30; do "$@" && return; sleep "$pause"; done
     "$@"
 }}
+# Requeue the job if its run was stopped, given the status of the run, and whether a signal has arrived.
+end_job() {{
+    local status job=${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}
+    job=${{job:-$SLURM_JOB_ID}}
+    (inside -m runner.launchers.slurm.requeue "$RUNNER_DIRECTORY" "$1" "$2")
+    status=$?
+    # 143 requests a requeue; the state of a job that was cancelled meanwhile is no longer RUNNING.
+    if [[ $status == 143 && $(retry scontrol --oneliner show job "$job") == *JobState=RUNNING* ]]; then
+        echo "job $job goes back into the queue"
+        retry scontrol requeue "$job"
+    fi
+    return "$status"
+}}
 """
 
 # With -m, Python puts the working directory before PYTHONPATH unless PYTHONSAFEPATH is set, and the working directory
@@ -58,15 +71,41 @@ record_failed_setup() {
 trap record_failed_setup EXIT
 """
 
+# With elastic_every_steps, the other agents continue when one is lost. --wait=0 replaces the default of the cluster,
+# which may be to end them a while after the first one.
+CONTINUE = "--no-kill --kill-on-bad-exit=0 --wait=0"
+ELASTIC = """\
+# As `agent`, which exits with 75 if it loses the rendezvous, on the first node. If that node is lost, and this script
+# with it, Slurm keeps the job on the other nodes, and one of them requeues the job.
+elastic_agent() {
+    local status stopped= first nodes
+    trap 'stopped=yes' USR1 TERM  # the agent receives the signal, too
+    (agent "$@")
+    status=$?
+    [[ $SLURM_NODEID != 0 ]] || touch "$RUNNER_DIRECTORY/slurm/ended"
+    for _ in {1..60}; do  # Slurm notices a lost node after SlurmdTimeout, 5 minutes by default
+        [[ $status == 75 && -z $stopped && ! -e $RUNNER_DIRECTORY/slurm/ended ]] || break
+        sleep 10
+        read -r first nodes <<< "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format='%B %N')"
+        [[ -n $nodes ]] && ! scontrol show hostnames "$nodes" | grep -qxF "$first" || continue
+        mkdir "$RUNNER_DIRECTORY/slurm/claimed" 2>/dev/null && end_job "$status" yes
+        break
+    done
+    return "$status"
+}
+export -f elastic_agent end_job retry
+"""
+
 RUN = """\
 trap - EXIT  # from here on, the run records its failure itself
 master=$(address "$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)")
 port=$(({first_port} + SLURM_JOB_ID % {ports}))  # jobs on one node have different ids, and so different ports
 export master port
 export -f inside agent
-mkdir -p "$RUNNER_DIRECTORY/slurm" && rm -f "$RUNNER_DIRECTORY/slurm/stopped" && touch "$RUNNER_DIRECTORY/slurm/started"
-srun --export=ALL --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \\
-    bash -c 'agent "$@"' agent "${{overrides[@]}}" &
+mkdir -p "$RUNNER_DIRECTORY/slurm" && rm -rf "$RUNNER_DIRECTORY/slurm/"{{stopped,ended,claimed}}
+touch "$RUNNER_DIRECTORY/slurm/started"
+srun --export=ALL --ntasks-per-node=1 --cpu-bind=none {on_loss} \\
+    bash -c '{agent} "$@"' agent "${{overrides[@]}}" &
 step=$!
 [[ -z $signaled ]] || kill -USR1 "$step"
 while true; do
@@ -74,14 +113,6 @@ while true; do
     status=$?
     kill -0 "$step" 2>/dev/null || break
 done
-(inside -m runner.launchers.slurm.requeue "$RUNNER_DIRECTORY" "$status" "$signaled")
-status=$?
-# 143 requests a requeue; the state of a job that was cancelled meanwhile is no longer RUNNING.
-job=${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}
-job=${{job:-$SLURM_JOB_ID}}
-if [[ $status == 143 && $(retry scontrol --oneliner show job "$job") == *JobState=RUNNING* ]]; then
-    echo "job $job goes back into the queue"
-    retry scontrol requeue "$job"
-fi
-exit "$status"
+end_job "$status" "$signaled"
+exit $?
 """
