@@ -41,6 +41,9 @@ class AgentGroup:
     end_s: seconds after a loss until the ranks of the lost agent have ended. For so long they may own the lock of the
     run, so that the agent of the only machine is not started again before; among several machines, the next world takes
     the lock over.
+
+    is_elastic: the ranks of any others continue in place, and those of an agent that is started again join them after
+    `end_s`, so that the earlier ranks there do not join as well. host: the number of the machine that must stay.
     """
 
     def __init__(
@@ -52,10 +55,13 @@ class AgentGroup:
         max_restarts: int,
         join_timeout_s: float,
         end_s: float = 0.0,
+        is_elastic: bool = False,
+        host: int | None = None,
     ):
         self._names, self._start, self._why_lost = names, start, why_lost
         self._min_nodes, self._max_restarts, self._join_timeout_s = min_nodes, max_restarts, join_timeout_s
-        self._end_s, self._wait_s = end_s, end_s if len(names) == 1 else 0.0
+        self._is_elastic, self._host = is_elastic, host
+        self._end_s, self._wait_s = end_s, end_s if len(names) == 1 or is_elastic else 0.0
         self._nodes: list[_Node] = []
         self._stopped_at: float | None = None
         self._losses: list[float] = []  # when an agent was lost
@@ -127,10 +133,14 @@ class AgentGroup:
             node.num_losses, node.lost_at = node.num_losses + 1, now
             self._losses.append(now)
         retry_at = node.lost_at + self._wait_s
+        is_hopeless = node.num_losses > self._max_restarts or now > retry_at + self._join_timeout_s
         others = [other for other in self._nodes if other is not node and not other.is_lost]
-        if len(others) >= self._min_nodes or any(other.status == 0 for other in others):  # or the run is finished
+        can_continue = len(others) >= self._min_nodes
+        if self._is_elastic:
+            can_continue = is_hopeless and bool(others) and number != self._host
+        if can_continue or any(other.status == 0 for other in others):  # or the run is finished
             node.status, node.is_lost = status, True
-        elif node.num_losses > self._max_restarts or now > retry_at + self._join_timeout_s:
+        elif is_hopeless:
             node.status, node.is_lost, self.lost = status, True, f"{node.name} is lost: {why}"
             self._stop()
         elif now > retry_at and now - node.started_at > RETRY_S:
@@ -144,7 +154,12 @@ class AgentGroup:
         """
         if self.is_interrupted and all(node.lost_at is not None for node in self._nodes if node.status is None):
             return True
-        failed = [node.ended_at for node in self._nodes if node.status and not node.is_lost]
+        failed = [
+            node.ended_at
+            for node in self._nodes
+            # The others of an elastic run may have refused an agent that was started again.
+            if node.status and not node.is_lost and not (self._is_elastic and node.num_losses)
+        ]
         return time.monotonic() - min(failed, default=math.inf) > FAILED_S
 
     def _stop(self) -> None:

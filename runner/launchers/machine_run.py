@@ -15,7 +15,7 @@ from runner.launchers.agent import Assignment
 from runner.launchers.agent_group import AgentGroup
 from runner.launchers.followed_log import FollowedLog
 from runner.launchers.machines import Agent, Machines
-from runner.launchers.torchrun import Torchrun
+from runner.launchers.torchrun import REPEAT, Torchrun
 from runner.records.run_directory import Destination, create_directory, new_directory
 from runner.records.run_files import LOG, make_directory
 from runner.records.run_record import DONE, RESULT, find_run, result_mtime_ns
@@ -51,6 +51,7 @@ def run_on_machines(machines: Machines, world: AgentWorld, request: Request) -> 
     logs = [path / world.source / f"{machine.name}.log" for machine in machines.machines]
     for log in logs:
         log.unlink(missing_ok=True)  # of an earlier attempt
+    is_elastic = config.elastic_every_steps is not None
     followed, before = FollowedLog(path / LOG, only_new=not is_new), result_mtime_ns(path)
 
     def start(rdzv_id: str, number: int) -> Agent:
@@ -60,6 +61,8 @@ def run_on_machines(machines: Machines, world: AgentWorld, request: Request) -> 
             return machines.start(number, assignment, file, file)
 
     def why_lost(number: int, status: int) -> str | None:
+        if is_elastic and status == REPEAT:
+            return "it does not reach the rendezvous"
         return machines.why_lost(number, status, logs[number].read_text(errors="replace"))
 
     names, max_restarts = [machine.name for machine in machines.machines], world.max_restarts
@@ -67,7 +70,7 @@ def run_on_machines(machines: Machines, world: AgentWorld, request: Request) -> 
         for number in itertools.count():
             start_agent = partial(start, f"runner{number}")  # the earlier agents have closed their rendezvous
             limits = (world.min_nodes, max_restarts, world.join_timeout_s)
-            group = AgentGroup(names, start_agent, why_lost, *limits, machines.end_s)
+            group = AgentGroup(names, start_agent, why_lost, *limits, machines.end_s, is_elastic, world.host)
             statuses = group.run(followed.print_new)
             if not group.is_interrupted:
                 break
@@ -100,7 +103,7 @@ def _torchrun(machines: Machines, world: AgentWorld, rdzv_id: str, number: int) 
         join_timeout_s=world.join_timeout_s,
         node_rank=number if is_fixed else None,
     )
-    launcher.source, launcher.is_host = world.source, number == world.host
+    launcher.source, launcher.is_host, launcher.is_watched = world.source, number == world.host, True
     launcher.world_size = sum(machine.num for machine in machines.machines) if is_fixed else None
     return launcher
 

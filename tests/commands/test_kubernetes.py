@@ -14,6 +14,7 @@ import pytest
 from commands import Commands, newest_step, wait_until
 from custom_files import SLOW, SLOWLY, write_files
 from kubernetes_api import Job, KubernetesApi
+from machine_runs import check_equal
 from worlds import Run, run
 
 from runner.records.attempts import read_attempts
@@ -128,6 +129,24 @@ def test_a_lost_pod_is_started_again(
     found = cluster.run("baseline")
     assert found.result["weights_sha256"] == whole.result["weights_sha256"]
     assert len([*read_attempts(found.path)]) == 2 and "resuming after step" in done.stdout
+
+
+@pytest.mark.fault("a pod of Kubernetes is killed, and the others need not wait for it", outcome="went_on")
+def test_the_other_pods_continue_in_place(cluster: Cluster, tmp_path: Path) -> None:
+    words = (*LONG, "precision=fp64", "log_every=1")
+    whole = run(tmp_path / "whole", 1, *[word for word in words if word not in SLOWLY])
+    write_files(tmp_path, SLOW)
+    process = cluster.start(*words, "run_id=baseline", "elastic_every_steps=2")
+    job = cluster.wait_for_checkpoint(process)
+    job.kill(1)
+    log = cluster.run("baseline").path / "log.txt"
+    wait_until(lambda: "joined: 2 ranks continued after step" in log.read_text(), process)
+    (tmp_path / "has-acted").touch()
+    done = cluster.commands.finish(process)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(pod.process.returncode for pod in job.pods) == [-9, 0, 0]
+    assert "resuming" not in done.stdout
+    check_equal(cluster.run("baseline"), whole)
 
 
 def test_a_run_finishes_without_a_pod_that_is_never_scheduled(cluster: Cluster) -> None:

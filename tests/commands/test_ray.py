@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from commands import Commands, newest_step, wait_until
 from custom_files import SLOW, SLOWLY, write_files
-from machine_runs import JOB, LONG, TINY, check_end_with_command, run_undisturbed
+from machine_runs import JOB, LONG, TINY, check_end_with_command, check_equal, run_undisturbed
 from namespaces import why_not
 from ray_cluster import ENV, HEAD, RayCluster
 from worlds import only_run, run
@@ -162,6 +162,27 @@ def test_the_run_continues_on_the_nodes_that_are_left(cluster: Cluster, commands
     done = commands.finish(process)
     assert done.returncode == 0, done.stdout + done.stderr
     assert only_run(tmp_path).result["world_size"] == 1
+
+
+@pytest.mark.soak
+@pytest.mark.fault("kill -9 of all processes of a Ray node, whose ranks start on another one", outcome="went_on")
+def test_a_lost_node_is_replaced_in_place(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
+    """The ranks of the new node join a minute after the loss."""
+    write_files(tmp_path, SLOW)
+    words = (*LONG, "precision=fp64", "max_steps=600", "log_every=1")
+    whole = run_undisturbed(tmp_path, 1, *words)
+    options = ("launcher.nodes=2", "launcher.nproc_per_node=1", "launcher.max_restarts=1", "elastic_every_steps=2")
+    process = cluster.start(*words, *options)
+    wait_until(lambda: newest_step(tmp_path) >= 20, process)
+    found = only_run(tmp_path)
+    cluster.nodes.lose(int(found.result["hosts"][0].removeprefix("host")))
+    for event in (": 1 rank continued after step", "1 joined: 2 ranks continued after step"):
+        wait_until(lambda: event in (found.path / "log.txt").read_text(), process)  # noqa: B023
+    (tmp_path / "has-acted").touch()
+    done = commands.finish(process)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "resuming" not in done.stdout
+    check_equal(found, whole)
 
 
 @pytest.mark.fault("kill -9 of all processes of a Ray node on which a sweep runs", outcome="survived")

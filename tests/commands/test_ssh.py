@@ -1,6 +1,7 @@
 """Runs on machines that ssh reaches: lost and unreachable machines, and what is left on them."""
 
 import json
+import os
 import re
 import signal
 import sys
@@ -11,9 +12,9 @@ from pathlib import Path
 from subprocess import Popen
 
 import pytest
-from commands import Commands, newest_step, wait_until
+from commands import Commands, newest_step, wait_until, youngest_rank
 from custom_files import SLOW, SLOWLY, write_files
-from machine_runs import JOB, LONG, TINY, check_end_with_command, run_undisturbed
+from machine_runs import JOB, LONG, TINY, check_end_with_command, check_equal, run_undisturbed
 from namespaces import Hosts, why_not
 from worlds import only_run, run
 
@@ -228,6 +229,28 @@ def test_the_run_continues_on_the_machines_that_are_left(cluster: Cluster, comma
     whole = run(tmp_path / "whole", 2, f"resume={before.path}", "max_steps=120")
     assert found.result["weights_sha256"] == whole.result["weights_sha256"]
     cluster.hosts.kill(commands, cluster.servers[3])
+
+
+@pytest.mark.fault("kill -9 of a rank, and power failure of a host that ssh has reached", outcome="went_on")
+def test_the_other_ranks_continue_in_place(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
+    """The command waits for the lost machine, with room for a restart, and ends without it."""
+    write_files(tmp_path, SLOW)
+    words = (*LONG, "precision=fp64", "max_steps=120", "log_every=1")
+    whole = run_undisturbed(tmp_path, 1, *words)
+    process = cluster.start(*words, "elastic_every_steps=2", "launcher.max_restarts=1")
+    wait_until(lambda: newest_step(tmp_path) >= 20, process)
+    log = only_run(tmp_path).path / "log.txt"
+    os.kill(youngest_rank(cluster.living(2), "runner.launchers.agent"), signal.SIGKILL)
+    wait_until(lambda: "joined: 2 ranks continued after step" in log.read_text(), process)
+    alone = ": 1 rank continued after step"
+    before = log.read_text().count(alone)
+    cluster.hosts.lose(2, commands, cluster.servers[2])
+    wait_until(lambda: log.read_text().count(alone) > before, process)
+    (tmp_path / "has-acted").touch()
+    done = commands.finish(process)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "resuming" not in done.stdout
+    check_equal(only_run(tmp_path), whole)
 
 
 @pytest.mark.fault("power failure of a host and kill -9 of the command of a sweep by ssh", outcome="survived")

@@ -571,7 +571,6 @@ def test_refused(words: Sequence[str], message: str, tmp_path: Path) -> None:
             ("launcher=torchrun", "launcher.nodes=2", "launcher.rdzv_endpoint=host:29400", "outputs=s3://bucket/runs"),
             "and outputs=s3://bucket/runs work together only on one machine",
         ),
-        (("launcher=slurm",), "does not work with launcher=slurm, which ends all ranks if one is lost"),
     ],
 )
 def test_refused_by_the_command(

@@ -44,6 +44,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AgentGroup]:
         max_restarts: int = 0,
         join_timeout_s: float = 60,
         end_s: float = 0,
+        is_elastic: bool = False,
     ) -> AgentGroup:
         waiting = [list(each) for each in agents]
 
@@ -54,9 +55,20 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AgentGroup]:
             return "no route" if status == LOST else None
 
         names = [f"node{number}" for number in range(len(agents))]
-        return AgentGroup(names, start, why_lost, min_nodes, max_restarts, join_timeout_s, end_s)
+        limits = (min_nodes, max_restarts, join_timeout_s, end_s)
+        return AgentGroup(names, start, why_lost, *limits, is_elastic, host=0)
 
     return make
+
+
+@pytest.fixture
+def clock(group: object, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Replace the clock by one that only advances while the group sleeps, by 1 s between two looks at the agents."""
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.append(now.pop() + seconds))
+    for name, value in {"time": clock, "POLL_S": 1.0, "FAILED_S": 30.0}.items():
+        monkeypatch.setattr(agent_group, name, value)
+    return now
 
 
 def run(group: AgentGroup) -> dict[int, int]:
@@ -101,12 +113,8 @@ def test_ranks_that_save_because_a_connection_is_lost_are_interrupted(group: Cal
     ("saved_s", "lost_s", "is_interrupted"), [(0, 5, True), (0, 20, False), (50, 0, True), (70, 0, False)]
 )
 def test_ranks_that_save_long_before_or_after_a_loss_are_not_interrupted(
-    saved_s: int, lost_s: int, is_interrupted: bool, group: Callable[..., AgentGroup], monkeypatch: pytest.MonkeyPatch
+    saved_s: int, lost_s: int, is_interrupted: bool, group: Callable[..., AgentGroup], clock: list[float]
 ) -> None:
-    now = [0.0]
-    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.append(now.pop() + seconds))
-    for name, value in {"time": clock, "POLL_S": 1.0, "FAILED_S": 30.0}.items():
-        monkeypatch.setattr(agent_group, name, value)
     made = group([Agent(143, after=saved_s)], [Agent(LOST, after=lost_s), Agent()], max_restarts=1, end_s=60)
     assert run(made) == {0: 143, 1: 143} and made.is_interrupted == is_interrupted
 
@@ -121,6 +129,20 @@ def test_the_others_are_stopped_at_once_if_too_few_are_left(group: Callable[...,
 def test_the_run_goes_on_without_a_machine_if_enough_are_left(group: Callable[..., AgentGroup]) -> None:
     made = group([Agent(0, after=5)], [Agent(LOST)], [Agent(0, after=5)])
     assert run(made) == {0: 0, 2: 0} and made.lost == ""
+
+
+def test_the_others_of_an_elastic_run_continue_meanwhile_and_in_the_end(
+    group: Callable[..., AgentGroup], clock: list[float]
+) -> None:
+    elastic = {"is_elastic": True, "max_restarts": 1, "end_s": 60}
+    made = group([Agent(0, after=99)], [Agent(LOST), Agent(0, after=20)], **elastic)
+    assert run(made) == {1: 0, 0: 0}, "the lost one was started again after 60 s"
+    made = group([Agent(0, after=199)], [Agent(LOST), Agent(LOST, after=40)], **elastic)  # it is lost too often
+    assert run(made) == {0: 0} and made.lost == ""
+    made = group([Agent(0, after=199)], [Agent(LOST), Agent(2)], **elastic)  # the others have refused it
+    assert run(made) == {1: 2, 0: 0} and made.lost == ""
+    made = group([Agent(LOST)], [Agent()], is_elastic=True)  # the machine of the rendezvous
+    assert run(made) == {1: 143} and made.lost == "node0 is lost: no route"
 
 
 def test_a_machine_that_is_lost_once_the_run_is_finished_changes_nothing(group: Callable[..., AgentGroup]) -> None:

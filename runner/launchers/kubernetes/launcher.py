@@ -66,6 +66,7 @@ class Kubernetes(Queue):
     join_timeout_s: float = 600.0
 
     is_remote = True
+    is_elastic = True
 
     def __post_init__(self) -> None:
         counts = ("gpus_per_node", "cpus_per_node", "grace_s")

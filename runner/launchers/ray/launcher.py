@@ -34,6 +34,7 @@ class Ray(Launcher):
 
     starts_processes = True
     uses_machines = True
+    is_elastic = True
 
     def __post_init__(self) -> None:
         check_options(self.join_timeout_s, self.max_restarts, nproc_per_node=self.nproc_per_node)
