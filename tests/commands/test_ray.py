@@ -191,21 +191,21 @@ def test_a_sweep_survives_the_loss_of_a_node_and_of_its_command(
     cluster: Cluster, commands: Commands, here: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_files(tmp_path, SLOW)
-    words = (*JOB, "max_steps=40", "seed=range(12)")
+    words = (*JOB, "max_steps=40", "seed=range(7)")
     assert here("-m", *[word for word in words if word not in SLOWLY], "run_id=whole") == 0
     whole, sweep = tmp_path / "outputs" / "run" / "whole", tmp_path / "outputs" / "run" / "grid"
     process = cluster.start_sweep(*words, "run_id=grid", "hydra.launcher.nodes=1:3", "hydra.launcher.slots=1")
     lost = sweep / "1-seed-1"
     wait_until(lambda: (lost / "checkpoints" / "step_20").exists(), process)
     cluster.nodes.lose(int(result_of(lost)["hosts"][0].removeprefix("host")))
-    wait_until(lambda: sum(job.state == "finished" for job in read_ledger(sweep)) >= 5, process)
+    wait_until(lambda: sum(job.state == "finished" for job in read_ledger(sweep)) >= 3, process)
     os.killpg(process.pid, signal.SIGKILL)
     assert " is lost: " in commands.finish(process).stdout
     cluster.wait_until_idle()
     (tmp_path / "has-acted").touch()
     done = commands.finish(cluster.start_sweep("resume=last"))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert table_of(done.stdout) == table_of(capsys.readouterr().out) and "12 of 12 jobs finished" in done.stdout
+    assert table_of(done.stdout) == table_of(capsys.readouterr().out) and "7 of 7 jobs finished" in done.stdout
     for job in read_ledger(sweep):
         ended = [attempt.state for attempt in read_attempts(job.directory)]
         assert ended.count("finished") == 1 and ended[-1] == "finished" and len(ended) == job.num_starts
