@@ -1,5 +1,6 @@
 """elastic_every_steps on several machines: lost ranks, lost machines, machines that return or are cut off."""
 
+import inspect
 import os
 import random
 import signal
@@ -12,9 +13,11 @@ import pytest
 from commands import Commands, newest_step, ranks_of, wait_until
 from custom_files import SLOW, SLOWLY, write_files
 from namespaces import Hosts, why_not
+from sample_log import SampleLog, samples_of
 from worlds import Run, only_run, run
 
 from runner.records.attempts import read_attempts
+from runner.records.run_files import read_checksums
 
 PORT = 29400
 EXACT = 1e-9
@@ -45,7 +48,8 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Return the undisturbed run of one process."""
-    return run(tmp_path_factory.mktemp("whole"), 1, *JOB, "backend=gloo")
+    logged = "+callbacks.log._target_=sample_log.SampleLog"
+    return run(tmp_path_factory.mktemp("whole"), 1, *JOB, "backend=gloo", logged)
 
 
 def start(hosts: Hosts, commands: Commands, host: int, store_on: int, *words: str) -> Popen[str]:
@@ -77,12 +81,14 @@ def finish(commands: Commands, folder: Path, *processes: Popen[str]) -> Run:
 
 
 def assert_equal(one: Run, whole: Run) -> None:
-    """Compare weights, logged losses and the samples of each step, up to rounding in float64."""
+    """Compare weights, logged losses and the samples of the first steps, up to rounding in float64."""
     assert one.result["state"] == "finished"
     for name, weight in whole.weights.items():
         assert (one.weights[name] - weight).abs().max() <= EXACT * weight.abs().max(), name
     assert [line["step"] for line in one.lines] == [line["step"] for line in whole.lines]
     assert one.losses == pytest.approx(whole.losses, rel=EXACT)
+    for found, expected in zip(read_checksums(one.path), read_checksums(whole.path), strict=True):
+        assert found == pytest.approx(expected, rel=EXACT)
     assert {attempt.state for attempt in read_attempts(one.path)} <= {"regrouped", "finished", "killed"}
 
 
@@ -154,6 +160,37 @@ def test_a_lost_machine_returns(hosts: Hosts, commands: Commands, tmp_path: Path
     one = finish(commands, tmp_path, *all_three[1:], returned)
     assert_equal(one, whole)
     assert one.result["world_size"] == 3
+
+
+@pytest.mark.thorough
+@pytest.mark.fault("machines that are lost and join: 2, 1, 3, 2 machines in one run", outcome="went_on")
+@pytest.mark.parametrize("mode", ["ddp", "zero"])
+def test_machines_leave_and_join(mode: str, hosts: Hosts, commands: Commands, tmp_path: Path, whole: Run) -> None:
+    """With zero, the machine that is left has the optimizer state of the lost one."""
+    header = "import json\nfrom typing import Any\n\nfrom runner import Callback\n\n\n"
+    write_files(tmp_path, {"mine/sampled.py": header + inspect.getsource(SampleLog)})
+    logged = "+callbacks.log._target_=sampled.SampleLog"
+    words = (
+        "launcher.nodes='2:3'",
+        "launcher.nproc_per_node=1",
+        "launcher.join_timeout_s=20",
+        f"parallel={mode}",
+        logged,
+    )
+    first, second = (start(hosts, commands, host, 1, *words) for host in (1, 2))
+    wait_until(lambda: newest_step(tmp_path) > 0, first)
+    hosts.lose(2, commands, second)
+    wait_for_log(tmp_path, "1 rank continued after step", first)
+    hosts.join(2)
+    second, third = (start(hosts, commands, host, 1, *words) for host in (2, 3))
+    wait_for_log(tmp_path, "3 ranks continued after step", first, second, third)
+    hosts.lose(3, commands, third)
+    wait_until(lambda: log(tmp_path).count("lost rank") == 2, first)
+    one = finish(commands, tmp_path, first, second)
+    assert_equal(one, whole)
+    assert one.result["world_size"] == 2
+    read = {step: sorted({*map(tuple, pairs)}) for step, pairs in samples_of(one).items()}  # once more if done again
+    assert read == {step: [*map(tuple, pairs)] for step, pairs in samples_of(whole).items()}
 
 
 @pytest.mark.thorough

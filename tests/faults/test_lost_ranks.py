@@ -164,6 +164,12 @@ def assert_equal(one: Run, whole: Run) -> None:
                 assert line[key] == pytest.approx(value, rel=EXACT, abs=1e-12), (line["step"], key)
 
 
+def assert_same_samples(one: Run, whole: Run) -> None:
+    """Compare the logs of the samples. A step that was done again has its samples once more."""
+    read = {step: sorted({*map(tuple, pairs)}) for step, pairs in samples_of(one).items()}
+    assert read == {step: [*map(tuple, pairs)] for step, pairs in samples_of(whole).items()}
+
+
 def kills(process: int, step: int) -> Act:
     """Return a function that kills a process that has forked as this rank, before a step."""
 
@@ -362,14 +368,14 @@ def test_ranks_join(mode: Sequence[str], whole: Run, tmp_path: Path) -> None:
     assert "resuming" not in text
     assert text.count(" joined") in (1, 2)
     assert text.count("lost rank") == 2
-    read = {step: sorted({*map(tuple, pairs)}) for step, pairs in samples_of(ended).items()}  # once more if done again
-    assert read == {step: [*map(tuple, pairs)] for step, pairs in samples_of(whole).items()}
+    assert_same_samples(ended, whole)
 
 
 @pytest.mark.thorough
 @pytest.mark.fault("a rank that hangs, or that SIGSTOP stops, which is killed by the others", outcome="went_on")
+@pytest.mark.parametrize("mode", ["ddp", "zero"])
 @pytest.mark.parametrize("hangs", [True, False])
-def test_a_rank_that_does_not_respond(hangs: bool, whole: Run, tmp_path: Path) -> None:
+def test_a_rank_that_does_not_respond(hangs: bool, mode: str, whole: Run, tmp_path: Path) -> None:
     def stop(trainer: Trainer, batch: Any) -> None:
         assert trainer.world.membership is not None
         if (trainer.world.membership.number, trainer.world.rank, trainer.state.step) == (0, 0, 10):
@@ -378,7 +384,7 @@ def test_a_rank_that_does_not_respond(hangs: bool, whole: Run, tmp_path: Path) -
             os.kill(os.getpid(), signal.SIGSTOP)
 
     with before_each_step(stop):
-        ranks = Ranks(tmp_path / "out", 2, *ELASTIC, *STATEFUL, "parallel=ddp", "backend.timeout_s=3").start()
+        ranks = Ranks(tmp_path / "out", 2, *ELASTIC, *STATEFUL, f"parallel={mode}", "backend.timeout_s=3").start()
         ended = ranks.finish(killed=[0])
     assert_equal(ended, whole)
     assert "in step 10 for" in (text := (ended.path / "log.txt").read_text())
@@ -386,10 +392,13 @@ def test_a_rank_that_does_not_respond(hangs: bool, whole: Run, tmp_path: Path) -
 
 
 @pytest.mark.fault("a rank of another machine that returns after the others have continued", outcome="went_on")
-def test_an_excluded_rank_returns(whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mode", ["ddp", pytest.param("zero", marks=pytest.mark.thorough)])
+def test_an_excluded_rank_returns(mode: str, whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes nothing for the steps that the others have done meanwhile, and is counted once."""
     monkeypatch.setattr(heartbeat, "machine_id", lambda: f"machine {os.getpid()}")
+    words = (*ELASTIC, *STATEFUL, *LOGGED, f"parallel={mode}", "backend.timeout_s=3")
     with before_each_step(until_joined(tmp_path, 2)):
-        ranks = Ranks(tmp_path / "out", 2, *ELASTIC, *STATEFUL, "parallel=ddp", "backend.timeout_s=3").start()
+        ranks = Ranks(tmp_path / "out", 2, *words).start()
         try:
             ranks.wait_for_step(8)
             ranks.kill(0, signal.SIGSTOP)
@@ -400,7 +409,10 @@ def test_an_excluded_rank_returns(whole: Run, tmp_path: Path, monkeypatch: pytes
         except BaseException:
             ranks.close()
             raise
-        assert_equal(ranks.finish(), whole)
+        ended = ranks.finish()
+    assert_equal(ended, whole)
+    assert_same_samples(ended, whole)
+    assert ended.result["world_size"] == 2
 
 
 @pytest.mark.thorough
