@@ -126,8 +126,8 @@ def check_elastic(config: Config, choices: Mapping[str, str], launcher: Launcher
         raise InputError(f"{setting} does not work with parallel=auto or micro_batches=auto; name a mode and a number")
     if is_remote(config.outputs) and (launcher.started_on_each or launcher.uses_machines or launcher.queues):
         raise InputError(
-            f"{setting} and outputs={config.outputs} work together only on one machine; use a directory of a shared "
-            "file system"
+            f"{setting} and outputs={config.outputs} work together only on one machine, with launcher=spawn "
+            "or torchrun; use a directory of a shared file system"
         )
 
 
