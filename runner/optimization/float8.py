@@ -3,6 +3,8 @@
 import copy
 import dataclasses
 import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -52,7 +54,7 @@ def convert_linears(model: nn.Module, device: torch.device) -> list[str]:
         new = convert_to_float8_training(copy.copy(module), config=config)
         module.__class__ = type(new)
         vars(module).update({name: value for name, value in vars(new).items() if name not in vars(module)})
-        module.register_forward_pre_hook(_prepare)
+        module.register_forward_pre_hook(_prepare, with_kwargs=True)
     others = [name for name in linears if name not in converted]
     return [
         f"float8   {counted(converted, 3)}; the numbers differ from those of bf16"
@@ -70,9 +72,9 @@ def _is_suitable(module: nn.Linear) -> bool:
     return type(module) is nn.Linear and module.in_features % MULTIPLE == module.out_features % MULTIPLE == 0
 
 
-def _prepare(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+def _prepare(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any], dict[str, Any]]:
     """Cast the input as autocast does, which torchao's layers do only on GPUs, and make it contiguous for them."""
-    (inputs,) = args
+    (inputs,) = (*args, *kwargs.values())
     if torch.is_autocast_enabled(inputs.device.type):
         inputs = inputs.to(torch.get_autocast_dtype(inputs.device.type))
-    return (inputs.contiguous(),)
+    return (inputs.contiguous(),), {}

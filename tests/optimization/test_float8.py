@@ -71,6 +71,7 @@ def test_hooks_and_tied_weights_stay() -> None:
     outputs.float().sum().backward()
     assert called == [0] and model[2].weight is model[0].weight and model[0].weight.grad is not None
     assert outputs.dtype == torch.bfloat16
+    assert torch.equal(model[0](input=inputs), model[0](inputs))
 
 
 def test_what_cannot_be_converted_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
