@@ -22,10 +22,7 @@ from worlds import only_run, run
 from runner.records.attempts import read_attempts
 from runner.records.ledger import read_ledger
 
-pytestmark = [
-    pytest.mark.thorough,
-    pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra ray"),
-]
+pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra ray")
 
 
 class Cluster:
@@ -63,6 +60,7 @@ def cluster(nodes: RayCluster, commands: Commands) -> Cluster:
     return Cluster(nodes, commands)
 
 
+@pytest.mark.thorough
 def test_two_nodes_produce_the_weights_of_one_machine(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
     here = run(tmp_path / "here", 4, *TINY)
     done = commands.finish(cluster.start(*TINY, "launcher.nodes=2", "launcher.wait=true"))
@@ -74,6 +72,7 @@ def test_two_nodes_produce_the_weights_of_one_machine(cluster: Cluster, commands
     cluster.wait_until_idle()
 
 
+@pytest.mark.thorough
 @pytest.mark.fault("a Ray cluster that is too small, in use, or does not respond", outcome="refused")
 @pytest.mark.fault("a node of Ray without the runner", outcome="refused")
 def test_what_the_cluster_lacks_is_refused_or_waited_for(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
@@ -122,6 +121,7 @@ def test_what_the_cluster_lacks_is_refused_or_waited_for(cluster: Cluster, comma
     cluster.wait_until_idle()
 
 
+@pytest.mark.thorough
 @pytest.mark.fault("Ctrl-C of a run on nodes of Ray", outcome="survived")
 @pytest.mark.fault("kill -9 of a command whose run is on nodes of Ray", outcome="survived")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
@@ -133,6 +133,7 @@ def test_the_ranks_save_and_end_with_the_command(
     check_end_with_command(process, number, commands, tmp_path, cluster.wait_until_idle)
 
 
+@pytest.mark.thorough
 @pytest.mark.fault("kill -9 of all processes of the Ray node of rank 0", outcome="survived")
 def test_a_lost_node_is_replaced(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
     write_files(tmp_path, SLOW)
@@ -151,6 +152,7 @@ def test_a_lost_node_is_replaced(cluster: Cluster, commands: Commands, tmp_path:
     assert f"host{host}" not in found.result["hosts"] and len([*read_attempts(found.path)]) > 1
 
 
+@pytest.mark.thorough
 @pytest.mark.fault("kill -9 of all processes of a Ray node, and others are enough", outcome="went_on")
 def test_the_run_continues_on_the_nodes_that_are_left(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
     write_files(tmp_path, SLOW)
@@ -185,6 +187,7 @@ def test_a_lost_node_is_replaced_in_place(cluster: Cluster, commands: Commands, 
     check_equal(found, whole)
 
 
+@pytest.mark.thorough
 @pytest.mark.fault("kill -9 of all processes of a Ray node on which a sweep runs", outcome="survived")
 @pytest.mark.fault("kill -9 of a command whose sweep is on nodes of Ray", outcome="survived")
 def test_a_sweep_survives_the_loss_of_a_node_and_of_its_command(
@@ -214,6 +217,7 @@ def test_a_sweep_survives_the_loss_of_a_node_and_of_its_command(
     cluster.nodes.restore()  # waits until nothing is reserved
 
 
+@pytest.mark.thorough
 def test_a_signal_ends_the_check_of_the_nodes(cluster: Cluster, commands: Commands, tmp_path: Path) -> None:
     waits = """\
         import sys
@@ -235,6 +239,7 @@ def test_a_signal_ends_the_check_of_the_nodes(cluster: Cluster, commands: Comman
     cluster.wait_until_idle()
 
 
+@pytest.mark.thorough
 def test_a_process_runs_one_sweep_after_another_each_on_a_ray_of_its_own(
     nodes: RayCluster, commands: Commands, tmp_path: Path
 ) -> None:
