@@ -58,11 +58,15 @@ WAIT_S = 120
 
 
 class Ranks:
-    """The processes of one elastic job, which a test kills, stops and starts."""
+    """The processes of one elastic job, which a test kills, stops and starts.
 
-    def __init__(self, folder: Path, num_ranks: int, *overrides: str):
+    are_apart: each process is on another machine, as far as it knows.
+    """
+
+    def __init__(self, folder: Path, num_ranks: int, *overrides: str, are_apart: bool = False):
         config, request = configure(*overrides, f"outputs={folder}")
         self.folder, self.request, self.num_ranks = folder, replace(request, config=config), num_ranks
+        self._are_apart = are_apart
         self._fork, self._port = multiprocessing.get_context("fork").Process, free_port()
         # Its own process, as the agent of a launcher: a rank that is killed must not leave a damaged store.
         self._store = self._fork(target=self._serve)
@@ -120,8 +124,12 @@ class Ranks:
 
     def _run(self, rank: int | None) -> None:
         request: Request = self.request
-        kept = str(self.folder / "kept")  # as the agent of a machine keeps values
-        info = RankInfo(rank or 0, rank or 0, self.num_ranks, self.num_ranks, source="test", restart_file=kept)
+        local_rank, local_size, machine = rank or 0, self.num_ranks, ""
+        if self._are_apart:
+            local_rank, local_size, machine = 0, 1, f"machine {os.getpid()}"
+            heartbeat.machine_id = lambda: machine
+        kept = str(self.folder / f"kept{machine}")  # as the agent of a machine keeps values
+        info = RankInfo(rank or 0, local_rank, self.num_ranks, local_size, source="test", restart_file=kept)
         wait_until(lambda: is_listening(self._port), timeout_s=WAIT_S)
         timeout = timedelta(seconds=WAIT_S)
         store = dist.TCPStore("localhost", self._port, is_master=False, timeout=timeout, wait_for_workers=False)
@@ -397,12 +405,11 @@ def test_a_rank_that_does_not_respond(hangs: bool, mode: str, whole: Run, tmp_pa
 
 @pytest.mark.fault("a rank of another machine that returns after the others have continued", outcome="went_on")
 @pytest.mark.parametrize("mode", ["ddp", pytest.param("zero", marks=pytest.mark.thorough)])
-def test_an_excluded_rank_returns(mode: str, whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_excluded_rank_returns(mode: str, whole: Run, tmp_path: Path) -> None:
     """It writes nothing for the steps that the others have done meanwhile, and is counted once."""
-    monkeypatch.setattr(heartbeat, "machine_id", lambda: f"machine {os.getpid()}")
     words = (*ELASTIC, *STATEFUL, *LOGGED, f"parallel={mode}", "backend.timeout_s=3")
     with before_each_step(until_joined(tmp_path, 2)):
-        ranks = Ranks(tmp_path / "out", 2, *words).start()
+        ranks = Ranks(tmp_path / "out", 2, *words, are_apart=True).start()
         try:
             ranks.wait_for_step(8)
             ranks.kill(0, signal.SIGSTOP)
@@ -424,7 +431,6 @@ def test_an_excluded_rank_returns(mode: str, whole: Run, tmp_path: Path, monkeyp
 def test_a_rank_of_another_machine_is_lost_while_the_group_forms(
     whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heartbeat, "machine_id", lambda: f"machine {os.getpid()}")
     form = ProcessGroup.form
 
     def form_or_die(self: ProcessGroup, *args: Any) -> None:
@@ -435,7 +441,8 @@ def test_a_rank_of_another_machine_is_lost_while_the_group_forms(
 
     monkeypatch.setattr(ProcessGroup, "form", form_or_die)
     with before_each_step(kills(2, 10)):
-        ranks = Ranks(tmp_path / "out", 3, *ELASTIC, *STATEFUL, "parallel=ddp", "backend.timeout_s=3").start()
+        words = (*ELASTIC, *STATEFUL, "parallel=ddp", "backend.timeout_s=3")
+        ranks = Ranks(tmp_path / "out", 3, *words, are_apart=True).start()
         assert_equal(ranks.finish(killed=[1, 2]), whole)
 
 
