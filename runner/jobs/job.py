@@ -33,6 +33,7 @@ from runner.input.sampler import count_steps
 from runner.jobs.compile_cache import check_compile_caches, separate_by_cpu
 from runner.jobs.continuation import agree_on_directory, check_directory, count_samples, find_finished, locked
 from runner.jobs.equal_input import check_equal
+from runner.jobs.job_mirror import JobMirror
 from runner.jobs.micro_batches import (
     RAN_OUT,
     TooLarge,
@@ -40,7 +41,6 @@ from runner.jobs.micro_batches import (
     may_double_again,
     run_until_it_fits,
 )
-from runner.jobs.mirrored_directory import JobMirror
 from runner.jobs.process_state import choose_kernels, reset_process
 from runner.jobs.process_tuning import returning_large_blocks
 from runner.jobs.regrouping import begin, has_lost_ranks, run_in_worlds
