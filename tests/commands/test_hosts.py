@@ -1,8 +1,8 @@
 """Runs on several machines with torchrun and spawn: late, cut off, unreachable and lost machines."""
 
-import json
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
@@ -12,6 +12,8 @@ from commands import Commands, newest_step, wait_until
 from custom_files import SLOW, SLOWLY, write_files
 from namespaces import Hosts, why_not
 from worlds import only_run, run
+
+from runner.records.attempts import read_attempts
 
 pytestmark = pytest.mark.thorough
 
@@ -118,7 +120,7 @@ def wait_for_checkpoint(tmp_path: Path, commands: Commands, processes: list[Pope
 
 
 def attempts(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (path / "attempts.jsonl").read_text().splitlines()]
+    return [asdict(attempt) for attempt in read_attempts(path)]
 
 
 @pytest.mark.fault("the host of rank 0 lost, with elastic nodes", outcome="went_on")

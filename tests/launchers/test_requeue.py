@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from runner.launchers.slurm import agent, requeue, script
+from runner.records.attempts import Attempt, append_attempt
+from runner.records.interruptions import record_interruption
 
 End = Callable[[str | None, int, int, str], int]
 
@@ -64,6 +66,18 @@ def test_a_job_that_was_killed_fails_and_its_result_keeps_the_rest(run: Path, en
     assert end("running", 5, 137, "") == 137
     error = "the job ended with status 137 before its run recorded an outcome"
     assert result_of(run).items() >= {"state": "failed", "step": 5, "error": error}.items()
+
+
+@pytest.mark.parametrize(("state", "signaled", "expected"), [("preempted", "", 137), ("regrouped", "yes", 143)])
+def test_the_state_of_the_attempt_before_does_not_count(
+    state: str, signaled: str, expected: int, run: Path, end: End
+) -> None:
+    """A run that has continued is killed: attempts.jsonl is newer than result.json, but has no end of this attempt."""
+    (run / "result.json").write_text(json.dumps({"state": "running", "step": 5}))
+    os.utime(run / "result.json", (1, 1))
+    append_attempt(run, Attempt(1, state=state, first_step=0, step=5))
+    record_interruption(run, attempt=2, step=5, elapsed_s=20.0, kept_s=10.0)
+    assert end(None, 5, 137, signaled) == expected
 
 
 def test_a_failed_start_keeps_the_outcome_of_a_finished_run(run: Path, end: End) -> None:

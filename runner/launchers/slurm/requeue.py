@@ -9,6 +9,7 @@ from pathlib import Path
 
 from runner.checkpoints.layout import list_checkpoints, step_of
 from runner.records.attempts import ATTEMPTS, KILLED, read_attempts
+from runner.records.interruptions import read_interruptions
 from runner.records.run_directory import CHECKPOINTS
 from runner.records.run_files import dumps, write_atomically
 from runner.records.run_record import DONE, RESULT, find_run
@@ -51,10 +52,12 @@ def _fail(directory: Path, error: str, status: int) -> int:
 
 def _state_of_this_start(directory: Path) -> str:
     """Return the state in the newest record of the run; "running" if the script was started after all records."""
-    attempts = [attempt.state for attempt in read_attempts(directory)]
+    attempts, interruptions = [*read_attempts(directory)], [*read_interruptions(directory)]
+    ended = attempts[-1].state if attempts and attempts[-1].state != KILLED else None
+    if ended and interruptions and interruptions[-1].attempt > attempts[-1].number:  # the next attempt has continued
+        ended = None
     states: dict[str | Path, str | None] = {
-        # An attempt without a step leaves result.json unchanged.
-        ATTEMPTS: attempts[-1] if attempts and attempts[-1] != KILLED else None,
+        ATTEMPTS: ended,  # an attempt without a step leaves result.json unchanged
         RESULT: run.state if (run := find_run(directory)).is_recorded else None,
         STARTED: "running",
     }
