@@ -292,9 +292,8 @@ def test_a_sweep_survives_a_lost_machine_and_its_command(cluster: Cluster, comma
 
 
 def table_of(output: str) -> list[str]:
-    """Return the words of the table that a sweep prints at its end."""
-    rows = output[output.rindex("\njob ") :].split("\n\n")[0]
-    return rows.split()
+    """Return the words of the table of jobs that a sweep prints at its end."""
+    return re.split(r"\njob +state ", output)[-1].split("\n\n")[0].split()
 
 
 def result_of(run: Path) -> dict[str, object]:
