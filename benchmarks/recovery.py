@@ -135,17 +135,8 @@ def last_rank(process: int, command: bytes) -> int:
     return max(number for number, line in descendants(process).items() if command in line)
 
 
-def measure_elastic(folder: Path, num_ranks: int) -> float:
-    process = start_runner(folder, num_ranks, "elastic_every_steps=1")
-    try:
-        until_killable(folder)
-        return lost_s(folder, [last_rank(process.pid, RUNNER)])
-    finally:
-        end(process)
-
-
-def measure_restart(folder: Path, num_ranks: int) -> float:
-    process = start_runner(folder, num_ranks)
+def measure_lost_rank(folder: Path, num_ranks: int, *words: str) -> float:
+    process = start_runner(folder, num_ranks, *words)
     try:
         until_killable(folder)
         return lost_s(folder, [last_rank(process.pid, RUNNER)])
@@ -205,8 +196,8 @@ def main() -> None:
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends what was started
     cases: dict[str, Callable[[Path, int], float]] = {
-        "a rank killed, the others continue": measure_elastic,
-        "a rank killed, restarted by its launcher": measure_restart,
+        "a rank killed, the others continue": lambda *given: measure_lost_rank(*given, "elastic_every_steps=1"),
+        "a rank killed, restarted by its launcher": measure_lost_rank,
         "all killed, resume=last": measure_command,
         "a rank of torchrun killed, a script with checkpoints": measure_torchrun,
     }

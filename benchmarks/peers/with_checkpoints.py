@@ -39,7 +39,7 @@ def main(folder: Path) -> None:
     loader = DataLoader(data, BATCH_SIZE // dist.get_world_size(), sampler=sampler)
     step, checkpoint = 0, folder / "checkpoint.pt"
     if checkpoint.exists():
-        saved = torch.load(checkpoint)
+        saved = torch.load(checkpoint, weights_only=True)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         step = saved["step"]

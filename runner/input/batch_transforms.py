@@ -1,5 +1,6 @@
 """Transforms of torchvision that are applied to a whole batch, with the random numbers that each sample draws alone."""
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -41,6 +42,7 @@ def transform_images(transforms: Sequence[Transform], images: Tensor, seeds: Ite
     return images
 
 
+@functools.cache
 def _parts() -> dict[type, Parts]:
     from torchvision.transforms import v2  # imported here, because that takes seconds
 

@@ -16,7 +16,7 @@ from runner.remote.mirror_process import MirrorProcess, report_left
 class JobMirror:
     """The process that mirrors the run on each machine if `outputs=` is an address.
 
-    If the ranks of a job form another world, it goes on: they need not wait until all is uploaded.
+    It continues while the ranks of a job form another world, so that they need not wait until all is uploaded.
     """
 
     def __init__(self) -> None:

@@ -6,7 +6,6 @@ import re
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -192,7 +191,7 @@ def test_a_job_continues_without_a_lost_rank_and_a_failed_node(
     elastic.kill_rank(0)
     elastic.wait_for("joined: 2 ranks continued after step")
     num_before = log_of(elastic.run.path).count(ALONE)
-    shared = shared_memory_of(elastic.job)
+    shared = leftovers.mapped(leftovers.shared_memory(), f"SLURM_JOB_ID={elastic.job}")
     assert cluster.call("scontrol", "update", "NodeName=n2", "State=down", "Reason=test").returncode == 0
     elastic.wait_for(ALONE, num_before + 1)
     (tmp_path / "fast").touch()
@@ -202,16 +201,6 @@ def test_a_job_continues_without_a_lost_rank_and_a_failed_node(
     check_equal(elastic.run, elastic.whole)
     for name in leftovers.unused(shared):  # the node that failed would have lost it
         (leftovers.SHARED / name).unlink(missing_ok=True)
-
-
-def shared_memory_of(job: str) -> set[str]:
-    """Return the names of the files in shared memory that processes of a job have mapped."""
-    names, maps = leftovers.shared_memory(), ""
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if f"SLURM_JOB_ID={job}\0".encode() in (entry / "environ").read_bytes():
-                maps += (entry / "maps").read_text()
-    return {name for name in names if str(leftovers.SHARED / name) in maps}
 
 
 @pytest.mark.fault("a Slurm job out of time after the loss of all ranks of its first node", outcome="went_on")

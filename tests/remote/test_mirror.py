@@ -305,7 +305,7 @@ def test_ranks_that_continue_mirror_the_run(
     first = lock_facts(bucket, directory)
     os.kill(ranks_of(commands, process)[-1], signal.SIGKILL)
     wait_for_log("2 ranks continued after step", 1)
-    assert lock_facts(bucket, directory)["id"] == first["id"]  # the mirror goes on
+    assert lock_facts(bucket, directory)["id"] == first["id"]  # of the same process
     for name in ("run_pid", *["pid"] * with_mirror):
         os.kill(int(str(first[name])), signal.SIGKILL)
     wait_for_log("2 ranks continued after step", 2)

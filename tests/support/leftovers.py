@@ -194,10 +194,14 @@ def shared_memory() -> set[str]:
 
 def unused(names: set[str]) -> list[str]:
     """Return the files that no process has mapped, because all processes that used them were killed."""
-    if not names:
-        return []
+    return sorted(name for name in names - mapped(names) if (SHARED / name).exists())
+
+
+def mapped(names: set[str], variable: str = "") -> set[str]:
+    """Return the files that any process has mapped, or one with this NAME=VALUE in its environment."""
     maps = ""
-    for entry in Path("/proc").glob("[0-9]*"):
+    for entry in Path("/proc").glob("[0-9]*") if names else ():
         with contextlib.suppress(OSError):
-            maps += (entry / "maps").read_text()
-    return sorted(name for name in names if f"{SHARED / name}" not in maps and (SHARED / name).exists())
+            if not variable or f"{variable}\0".encode() in (entry / "environ").read_bytes():
+                maps += (entry / "maps").read_text()
+    return {name for name in names if f"{SHARED / name}" in maps}
